@@ -1,0 +1,24 @@
+"""The border: the only rooms of the library that say torch or mindspore.
+
+Importing this package imports no framework; :func:`get_platform` does, at its first call.
+"""
+
+from hyper_parallel.platform.platform import (
+    EXISTING_COMM_GROUPS,
+    GroupInfo,
+    Platform,
+    PlatformType,
+    get_mindspore_platform,
+    get_platform,
+    get_torch_platform,
+)
+
+__all__ = [
+    "EXISTING_COMM_GROUPS",
+    "GroupInfo",
+    "Platform",
+    "PlatformType",
+    "get_mindspore_platform",
+    "get_platform",
+    "get_torch_platform",
+]

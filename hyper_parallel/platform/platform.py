@@ -1,0 +1,116 @@
+"""The Platform contract in one class, and the choice of the framework that serves it.
+
+Nothing here imports a framework until somebody asks for a platform. The choice is made once: the instance is kept in
+``platform`` until it is set to None again.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import os
+from typing import ClassVar, Final
+
+from hyper_parallel.platform.base.collectives import CollectiveMembers
+from hyper_parallel.platform.base.differentiable import DifferentiableMembers
+from hyper_parallel.platform.base.groups import EXISTING_COMM_GROUPS, GroupInfo, GroupMembers
+from hyper_parallel.platform.base.modules import ModuleMembers
+from hyper_parallel.platform.base.streams import StreamMembers
+from hyper_parallel.platform.base.tensors import TensorMembers
+
+__all__ = [
+    "EXISTING_COMM_GROUPS",
+    "GroupInfo",
+    "HYPER_PARALLEL_PLATFORM",
+    "HYPER_PARALLEL_PLATFORM_MINDSPORE",
+    "HYPER_PARALLEL_PLATFORM_TORCH",
+    "Platform",
+    "PlatformType",
+    "get_mindspore_platform",
+    "get_platform",
+    "get_torch_platform",
+]
+
+HYPER_PARALLEL_PLATFORM: Final = "HYPER_PARALLEL_PLATFORM"
+"""The environment variable that names the platform."""
+HYPER_PARALLEL_PLATFORM_MINDSPORE: Final = "mindspore"
+HYPER_PARALLEL_PLATFORM_TORCH: Final = "torch"
+
+
+class PlatformType(enum.Enum):
+    """The frameworks that the contract is served on."""
+
+    MINDSPORE = "mindspore"
+    PYTORCH = "pytorch"
+
+
+class Platform(TensorMembers, ModuleMembers, StreamMembers, GroupMembers, CollectiveMembers, DifferentiableMembers):
+    """The contract: every member exists here; what needs a framework says so, naming the member."""
+
+    platform_type: ClassVar[PlatformType | None] = None
+
+
+platform: Platform | None = None
+"""The cached instance; None means that nothing has been chosen yet."""
+
+
+def get_platform() -> Platform:
+    """The platform of this process.
+
+    The cached one; else what ``HYPER_PARALLEL_PLATFORM`` names; else MindSpore if it is installed; else torch.
+    """
+    if platform is not None:
+        return platform
+    name = os.environ.get(HYPER_PARALLEL_PLATFORM)
+    if name is not None:
+        return _platform_named(name)
+    if _imports("mindspore"):
+        return get_mindspore_platform()
+    if _imports("torch"):
+        return get_torch_platform()
+    raise ImportError(
+        "get_platform: cannot choose a platform; because neither mindspore nor torch can be imported; "
+        "install one: pip install 'hyper-parallel[torch]' or pip install 'hyper-parallel[mindspore]'"
+    )
+
+
+def get_torch_platform() -> Platform:
+    """Make the torch platform the platform of this process."""
+    return _create("hyper_parallel.platform.torch.platform", "TorchPlatform")
+
+
+def get_mindspore_platform() -> Platform:
+    """Make the MindSpore platform the platform of this process."""
+    return _create("hyper_parallel.platform.mindspore.platform", "MindSporePlatform")
+
+
+def _platform_named(name: str) -> Platform:
+    creators = {
+        HYPER_PARALLEL_PLATFORM_TORCH: get_torch_platform,
+        HYPER_PARALLEL_PLATFORM_MINDSPORE: get_mindspore_platform,
+    }
+    create = creators.get(name.strip().lower())
+    if create is None:
+        raise ValueError(
+            f"get_platform: cannot choose {name!r}, which {HYPER_PARALLEL_PLATFORM} names; because it is no platform; "
+            f"set it to one of {', '.join(creators)}, or unset it"
+        )
+    return create()
+
+
+def _create(module: str, class_name: str) -> Platform:
+    global platform
+    cls = getattr(importlib.import_module(module), class_name)
+    if type(platform) is not cls:
+        platform = cls()
+    assert platform is not None
+    return platform
+
+
+def _imports(framework: str) -> bool:
+    # Only the framework's own import is tried: an ImportError inside our backend must reach the user.
+    try:
+        importlib.import_module(framework)
+    except ImportError:
+        return False
+    return True
