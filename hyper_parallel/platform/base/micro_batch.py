@@ -117,7 +117,7 @@ class MicroBatch:
         if shape[dim] % self.micro_batch_num:
             raise ValueError(
                 f"micro_batch: {where} has {shape[dim]} rows on dim {dim}, which do not divide into "
-                f"{self.micro_batch_num} micro-batches; pad the batch, choose a divisor, or give {WHOLE} to pass it whole"
+                f"{self.micro_batch_num} micro-batches; pad the batch, choose a divisor, or give {WHOLE} for whole"
             )
         return int(shape[dim]) // self.micro_batch_num
 

@@ -69,7 +69,8 @@ def _map_packed_sequence(fn: Callable[[Any], Any], packed: Any) -> Any:
 
 def _map_dataclass(fn: Callable[[Any], Any], tree: Any) -> Any:
     # dataclasses.replace would run __post_init__ again and refuse fields that are not in the constructor.
-    clone = type(tree).__new__(type(tree))
+    cls: Any = type(tree)
+    clone = cls.__new__(cls)
     if hasattr(tree, "__dict__"):
         clone.__dict__.update(tree.__dict__)
     for field in dataclasses.fields(tree):
