@@ -1,0 +1,1 @@
+"""The contract suite: every Platform member, on every platform named with ``--platform``."""
