@@ -1,0 +1,451 @@
+"""Host memory as far memory: slabs that are taken once, lent in exact sizes, and reused for the whole run.
+
+:class:`HostTier` serves both ``pinned`` and ``pageable``: they differ in one argument of one allocation, and the copies
+are the same calls. All host tiers of one :class:`HostBudget` share its hard cap and its lock.
+
+Theory of operation
+-------------------
+*Growth.* Bytes are asked of the host only when the free bytes of the pool are fewer than wanted (scattered leases, see
+``arena.py``). So what is held follows the peak of what was lent, within 1/32, whatever the shapes, and an identical
+second step asks for nothing.
+
+*Reuse.* The host runs far ahead of the device: at the start of a step's forward, most copies of the last backward are
+only queued. Waiting for them would stall the host, taking fresh memory would double it. So a lease may be served from
+room whose last copy is still queued on a stream of the same device; the lease carries that copy's completion, and its
+``write`` orders its own stream after it before it touches a byte. Room under any other kind of completion is lent again
+only once ``is_done()`` says so; it is waited for only where the cap forbids growth.
+
+*Release.* ``release`` runs inside destructors: in any thread, at any point, also in the middle of ``reserve`` on the
+same thread, with the lock held. It therefore takes no lock and touches no books: it appends to a ``deque``, which is
+atomic, and the next ``reserve`` or ``statistics`` drains it under the lock.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Final
+
+from hyper_parallel.core.activation_checkpoint.border import (
+    Completion,
+    DeviceBackend,
+    Event,
+    FlatBytes,
+    Stream,
+    StreamCompletion,
+)
+from hyper_parallel.core.activation_checkpoint.far.arena import Arena, Span
+from hyper_parallel.core.activation_checkpoint.far.tier import Lease, Refusal, TierStatistics
+from hyper_parallel.errors import FarMemoryError
+
+__all__ = ["HostBudget", "HostTier"]
+
+GRANULE_BYTES: Final = 512
+PAGE_BYTES: Final = 4096
+SLAB_BYTES: Final = 64 * 2**20  # small requests grow the pool by about this much at once, where the slack allows it
+SLACK_DIVISOR: Final = 32  # a pool may hold 1/32 more than its live peak: below the promised 5 %
+
+
+class HostBudget:
+    """The most host memory that some tiers may hold together, and the lock that makes it exact."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.held_bytes = 0
+        self.lock = threading.Lock()
+        self._pools: list[_Pool] = []
+
+    @property
+    def left_bytes(self) -> int:
+        """What may still be taken. The caller holds the lock."""
+        return self.limit_bytes - self.held_bytes
+
+    def charge(self, nbytes: int) -> bool:
+        """Count host memory that is taken beside the pools, or answer that the cap forbids it."""
+        with self.lock:
+            self.reclaim(nbytes, keep=None)
+            if nbytes > self.left_bytes:
+                return False
+            self.held_bytes += nbytes
+            return True
+
+    def refund(self, nbytes: int) -> None:
+        """Host memory that was charged is gone again."""
+        with self.lock:
+            self.held_bytes -= nbytes
+
+    def reclaim(self, nbytes: int, *, keep: _Pool | None) -> None:
+        """Give idle slabs of all pools but ``keep`` back until ``nbytes`` fit. The caller holds the lock."""
+        for pool in self._pools:
+            if pool is not keep and nbytes > self.left_bytes:
+                pool.drop_idle_slabs(nbytes - self.left_bytes)
+
+
+class HostTier:
+    """Pinned or pageable host memory; see :class:`~hyper_parallel.core.activation_checkpoint.far.tier.Tier`."""
+
+    def __init__(self, budget: HostBudget, *, pinned: bool) -> None:
+        self.name = "pinned" if pinned else "pageable"
+        self._pinned = pinned
+        self._budget = budget
+        # By kind and name of device: a slab is a tensor of one framework, and room is reused without asking another
+        # device how far its streams are.
+        self._pools: dict[tuple[type, str], _Pool] = {}
+        self._released: collections.deque[tuple[Lease, Completion | None]] = collections.deque()
+        self._closed = False
+        self._live_bytes = self._peak_live_bytes = self._peak_held_bytes = 0
+        self._allocations = self._refusals = 0
+        self._written_bytes = self._read_bytes = 0
+
+    def reserve(self, backend: DeviceBackend, nbytes: int) -> Lease | Refusal:
+        """Room for ``nbytes``, or why there is none. Waits only where the cap is reached and copies will free room."""
+        if nbytes < 1:
+            raise ValueError(f"HostTier.reserve: expected at least 1 byte, got {nbytes}")
+        while True:
+            with self._budget.lock:
+                self._drain()
+                answer = self._try_reserve(backend, nbytes)
+            if isinstance(answer, Lease | Refusal):
+                return answer
+            with contextlib.suppress(Exception):  # a copy that failed has ended too, and its owner was told
+                answer.wait()
+
+    def write(
+        self, lease: Lease, source: FlatBytes, *, backend: DeviceBackend, stream: Stream, ready: Event
+    ) -> Completion:
+        """Queue the copy out, after ``ready`` and after the last copy that used the same room."""
+        place: _Place = lease.place
+        backend.wait_event(stream, ready)
+        for completion in place.room_after:
+            completion.order(stream)
+        place.room_after = ()
+        start = backend.record_event(stream, timing=True)
+        for host, part in place.parts(source):
+            backend.copy(host, part, stream)
+        place.written = StreamCompletion(backend, start, backend.record_event(stream, timing=True))
+        with self._budget.lock:
+            self._written_bytes += lease.nbytes
+        return place.written
+
+    def read(
+        self, lease: Lease, target: FlatBytes, *, backend: DeviceBackend, stream: Stream, ready: Event
+    ) -> Completion:
+        """Queue the copy back, after ``ready`` and after the copy out."""
+        place: _Place = lease.place
+        if place.written is None:
+            raise FarMemoryError(
+                f"{self.name}: cannot read a lease of {lease.nbytes} bytes; because nothing was written to it"
+            )
+        backend.wait_event(stream, ready)
+        place.written.order(stream)
+        start = backend.record_event(stream, timing=True)
+        for host, part in place.parts(target):
+            backend.copy(part, host, stream)
+        end = backend.record_event(stream, timing=True)
+        with self._budget.lock:
+            self._read_bytes += lease.nbytes
+        return StreamCompletion(backend, start, end)
+
+    def release(self, lease: Lease, after: Completion | None) -> None:
+        """Take the room back once ``after`` is done. Only appends to a deque; see the note *Release* above."""
+        self._released.append((lease, after))
+        if self._closed and self._budget.lock.acquire(blocking=False):  # nobody will reserve and drain any more
+            try:
+                self._drain()
+            finally:
+                self._budget.lock.release()
+
+    def statistics(self) -> TierStatistics:
+        """What it holds and has done so far."""
+        with self._budget.lock:
+            self._drain()
+            return TierStatistics(
+                name=self.name,
+                live_bytes=self._live_bytes,
+                peak_live_bytes=self._peak_live_bytes,
+                held_bytes=sum(pool.arena.held_bytes for pool in self._pools.values()),
+                peak_held_bytes=self._peak_held_bytes,
+                allocations=self._allocations,
+                written_bytes=self._written_bytes,
+                read_bytes=self._read_bytes,
+                refusals=self._refusals,
+                limit_bytes=self._budget.limit_bytes,
+            )
+
+    def close(self) -> None:
+        """Give all slabs back that are not lent; the others follow when their leases are released."""
+        with self._budget.lock:
+            self._closed = True
+            self._drain()
+            in_flight = [room.after for pool in self._pools.values() for room in pool.in_flight]
+        for completion in in_flight:
+            with contextlib.suppress(Exception):  # its owner was told
+                completion.wait()
+        with self._budget.lock:
+            self._drain()
+
+    def _drain(self) -> None:
+        while self._released:
+            lease, after = self._released.popleft()
+            place: _Place = lease.place
+            self._live_bytes -= lease.nbytes
+            place.pool.take_back(place, after)
+        if self._closed:
+            for pool in self._pools.values():
+                pool.collect_all()
+                pool.drop_idle_slabs(pool.arena.held_bytes)
+
+    def _try_reserve(self, backend: DeviceBackend, nbytes: int) -> Lease | Refusal | Completion:
+        if self._closed:
+            raise FarMemoryError(
+                f"{self.name}: cannot lend {nbytes} bytes; because this tier was closed; build a new one"
+            )
+        pool = self._pool_for(backend)
+        refusal: Refusal | None = None
+        place = pool.lend(backend, nbytes)
+        if place is None:
+            refusal = self._grow(pool, backend, pool.arena.round_up(nbytes))
+            place = pool.lend(backend, nbytes) if refusal is None else None
+        if place is not None:
+            self._live_bytes += nbytes
+            self._peak_live_bytes = max(self._peak_live_bytes, self._live_bytes)
+            return Lease(self, nbytes, place)
+        assert refusal is not None
+        if pool.in_flight and pool.arena.free_bytes + pool.in_flight_bytes >= nbytes:
+            return pool.in_flight[0].after
+        self._refusals += 1
+        return refusal
+
+    def _pool_for(self, backend: DeviceBackend) -> _Pool:
+        key = (type(backend), backend.name)
+        if key not in self._pools:
+            pool = _Pool(self._budget)
+            self._pools[key] = pool
+            self._budget._pools.append(pool)
+        return self._pools[key]
+
+    def _grow(self, pool: _Pool, backend: DeviceBackend, wanted_bytes: int) -> Refusal | None:
+        preferred, needed = pool.growth_bytes(backend, wanted_bytes)
+        self._budget.reclaim(preferred, keep=pool)
+        if needed > self._budget.left_bytes:
+            return Refusal.OVER_LIMIT
+        for nbytes in sorted({preferred, needed}, reverse=True):
+            if nbytes > self._budget.left_bytes:
+                continue
+            try:
+                slab = backend.allocate_host(nbytes, pinned=self._pinned)
+            except MemoryError:
+                self._budget.reclaim(self._budget.limit_bytes, keep=pool)
+                continue
+            pool.add_slab(slab, nbytes)
+            self._allocations += 1
+            held = sum(pool.arena.held_bytes for pool in self._pools.values())
+            self._peak_held_bytes = max(self._peak_held_bytes, held)
+            return None
+        return Refusal.NO_SPACE
+
+
+class _Room:
+    """Spans that were released while their last copy was still queued."""
+
+    __slots__ = ("after", "backend", "nbytes", "spans")
+
+    def __init__(self, spans: tuple[Span, ...], after: Completion, backend: DeviceBackend) -> None:
+        self.spans = spans
+        self.after = after
+        self.backend = backend
+        self.nbytes = sum(span.nbytes for span in spans)
+
+
+class _AllOf:
+    """The moment after which several copies have ended."""
+
+    def __init__(self, copies: tuple[Completion, ...]) -> None:
+        self._copies = copies
+
+    def is_done(self) -> bool:
+        return all(copy.is_done() for copy in self._copies)
+
+    def order(self, stream: Stream) -> None:
+        for copy in self._copies:
+            copy.order(stream)
+
+    def wait(self) -> None:
+        for copy in self._copies:
+            copy.wait()
+
+
+class _Place:
+    """Where the bytes of a lease are, and what has to happen before they are written or read."""
+
+    __slots__ = ("_nbytes", "backend", "hosts", "pool", "room_after", "spans", "written")
+
+    def __init__(
+        self,
+        pool: _Pool,
+        backend: DeviceBackend,
+        nbytes: int,
+        spans: tuple[Span, ...],
+        room_after: tuple[Completion, ...],
+    ) -> None:
+        self.pool = pool
+        self.backend = backend
+        self.spans = spans
+        self.room_after = room_after
+        self.written: StreamCompletion | None = None
+        self._nbytes = nbytes
+        # The slices keep the slab alive, so that a lease outlives its tier.
+        self.hosts: list[FlatBytes] = []
+        left = nbytes
+        for span in spans:
+            self.hosts.append(pool.slabs[span.slab][span.start : span.start + min(span.nbytes, left)])
+            left -= span.nbytes
+
+    def parts(self, device: FlatBytes) -> Iterator[tuple[FlatBytes, FlatBytes]]:
+        """Each piece of host memory beside the part of the device's bytes that belongs there."""
+        if len(self.hosts) == 1:
+            yield self.hosts[0], device
+            return
+        at = 0
+        for host, span in zip(self.hosts, self.spans):
+            end = min(at + span.nbytes, self._nbytes)
+            yield host, device[at:end]
+            at = end
+
+
+class _Pool:
+    """The slabs of one device in one tier. Every call is made with the budget's lock held."""
+
+    def __init__(self, budget: HostBudget) -> None:
+        self.arena = Arena(GRANULE_BYTES)
+        self.slabs: dict[int, FlatBytes] = {}
+        self.in_flight: collections.deque[_Room] = collections.deque()  # oldest first
+        self.in_flight_bytes = 0
+        self._budget = budget
+        self._peak_used_bytes = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Lent and not released, in granules."""
+        return self.arena.lent_bytes - self.in_flight_bytes
+
+    def lend(self, backend: DeviceBackend, nbytes: int) -> _Place | None:
+        """From what is free, else from what streams of this device will have freed by then; None: grow or wait."""
+        while self.in_flight and self.in_flight[0].after.is_done():
+            self._collect(self.in_flight.popleft())
+        after: tuple[Completion, ...] = ()
+        spans = self.arena.take(nbytes)
+        if spans is None:
+            spans, after = self._borrow(backend, self.arena.round_up(nbytes))
+        if spans is None and self.in_flight:
+            self.collect_all()
+            spans = self.arena.take(nbytes)
+        if spans is None:
+            return None
+        self._peak_used_bytes = max(self._peak_used_bytes, self.used_bytes)
+        return _Place(self, backend, nbytes, spans, after)
+
+    def take_back(self, place: _Place, after: Completion | None) -> None:
+        """The lease is over; its room is free once its last copy is."""
+        last = place.written if after is None else after
+        # Room that was borrowed and never written is still under the copies it was borrowed from.
+        copies = place.room_after if last is None else (last,)
+        unfinished = tuple(copy for copy in copies if not copy.is_done())
+        spans, place.spans = place.spans, ()
+        place.hosts = []
+        if not unfinished:
+            self.arena.give(spans)
+            return
+        room = _Room(spans, unfinished[0] if len(unfinished) == 1 else _AllOf(unfinished), place.backend)
+        self.in_flight.append(room)
+        self.in_flight_bytes += room.nbytes
+
+    def collect_all(self) -> None:
+        """Free all room whose copies are done, in whatever order they ended."""
+        done = [room for room in self.in_flight if room.after.is_done()]
+        if done:
+            gone = set(map(id, done))
+            self.in_flight = collections.deque(room for room in self.in_flight if id(room) not in gone)
+            for room in done:
+                self._collect(room)
+
+    def growth_bytes(self, backend: DeviceBackend, wanted_bytes: int) -> tuple[int, int]:
+        """What to ask the host for: preferably this much, at least that much."""
+        needed = wanted_bytes - self.arena.free_bytes - sum(room.nbytes for room in self._orderable(backend))
+        peak = max(self._peak_used_bytes, self.used_bytes + wanted_bytes)
+        slack = peak + peak // SLACK_DIVISOR - self.arena.held_bytes
+        preferred = wanted_bytes if wanted_bytes <= slack else needed
+        several = min(SLAB_BYTES, slack)
+        if several >= 2 * preferred:
+            preferred = several // PAGE_BYTES * PAGE_BYTES
+        return max(_pages(preferred), _pages(needed)), _pages(needed)
+
+    def add_slab(self, slab: FlatBytes, nbytes: int) -> None:
+        """The host gave ``nbytes`` more."""
+        self.slabs[self.arena.add_slab(nbytes)] = slab
+        self._budget.held_bytes += nbytes
+
+    def drop_idle_slabs(self, nbytes: int) -> None:
+        """Give idle slabs back to the host until ``nbytes`` of them are gone, or none is left."""
+        for slab in self.arena.idle_slabs():
+            if nbytes <= 0:
+                return
+            dropped = self.arena.remove_slab(slab)
+            del self.slabs[slab]
+            self._budget.held_bytes -= dropped
+            nbytes -= dropped
+
+    def _collect(self, room: _Room) -> None:
+        self.in_flight_bytes -= room.nbytes
+        self.arena.give(room.spans)
+
+    def _borrow(
+        self, backend: DeviceBackend, wanted_bytes: int
+    ) -> tuple[tuple[Span, ...] | None, tuple[Completion, ...]]:
+        """Room that is still under a copy, with the copies to order the next one after; the oldest first."""
+        usable = self._orderable(backend)
+        if sum(room.nbytes for room in usable) + self.arena.free_bytes < wanted_bytes:
+            return None, ()
+        # One of the same size costs one copy; in a steady step there is one.
+        usable.sort(key=lambda room: room.nbytes != wanted_bytes)
+        spans: list[Span] = []
+        after: list[Completion] = []
+        left = wanted_bytes
+        while left and usable:
+            room = usable.pop(0)
+            taken, rest = self._cut(room.spans, left)
+            spans.extend(taken)
+            after.append(room.after)
+            self.in_flight_bytes -= room.nbytes
+            left -= room.nbytes - sum(span.nbytes for span in rest)
+            if rest:
+                room.spans = rest
+                room.nbytes = sum(span.nbytes for span in rest)
+                self.in_flight_bytes += room.nbytes
+            else:
+                self.in_flight.remove(room)
+        if left:
+            spans.extend(self.arena.take(left) or ())
+        return tuple(spans), tuple(after)
+
+    def _orderable(self, backend: DeviceBackend) -> list[_Room]:
+        """Room under copies that a stream of this device can be ordered after without waiting."""
+        return [room for room in self.in_flight if room.backend is backend and type(room.after) is StreamCompletion]
+
+    def _cut(self, spans: tuple[Span, ...], nbytes: int) -> tuple[list[Span], tuple[Span, ...]]:
+        taken: list[Span] = []
+        rest = list(spans)
+        while rest and nbytes:
+            span = rest.pop(0)
+            if span.nbytes > nbytes:
+                span, remainder = self.arena.split(span, nbytes)
+                rest.insert(0, remainder)
+            taken.append(span)
+            nbytes -= span.nbytes
+        return taken, tuple(rest)
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES

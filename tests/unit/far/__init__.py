@@ -1,0 +1,1 @@
+"""Tests of far memory against a small real backend (``backend.py``)."""
