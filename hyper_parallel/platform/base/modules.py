@@ -36,6 +36,11 @@ class ModuleMembers:
         raise needs_framework("parameters_dict")
 
     @staticmethod
+    def _plain_parameter_name(name: str) -> str:
+        """``name`` as a path from the root module; users write it as they see it in code, from ``self``."""
+        return name.removeprefix("self.")
+
+    @staticmethod
     def search_parameter_by_name(cell: Any, param_name: str) -> Any:
         """The parameter of that dotted name, or ``None``."""
         raise needs_framework("search_parameter_by_name")

@@ -9,7 +9,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["DTensor", "set_local_tensor", "symmetric_memory", "symmetric_memory_backend"]
+__all__ = [
+    "DTensor",
+    "become",
+    "foreach_norm",
+    "set_local_tensor",
+    "symmetric_memory",
+    "symmetric_memory_backend",
+    "wrapper_attribute",
+]
 
 if torch.distributed.is_available():
     from torch.distributed.tensor import DTensor
@@ -42,3 +50,23 @@ def symmetric_memory_backend(device_type: str) -> str | None:
         return "CUDA" if device_type == "cuda" else None
     backend: str | None = memory.get_backend(device_type)
     return backend
+
+
+def wrapper_attribute(module: torch.nn.Module) -> str | None:
+    """The attribute under which a wrapper of torch's keeps the module it wraps, or None for any other module."""
+    if isinstance(module, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+        return "module"
+    for attribute in ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"):
+        if attribute in module._modules:
+            return attribute
+    return None
+
+
+def foreach_norm(tensors: list[torch.Tensor], power: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """The norm of each tensor, in few kernels where the device has them; in ``dtype`` where one is given."""
+    return list(torch._foreach_norm(tensors, power, dtype=dtype))
+
+
+def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Give the object ``tensor`` the bytes and attributes of ``other``, of the same class; identity is kept."""
+    torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
