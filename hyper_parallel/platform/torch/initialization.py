@@ -54,7 +54,8 @@ class _Birthplace:
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
         # It has no data to move; where it will be made is written in it.
-        remade: torch.Tensor = type(tensor)(requires_grad=tensor.requires_grad, device=device, dtype=tensor.data.dtype)
+        kind: Any = type(tensor)
+        remade: torch.Tensor = kind(requires_grad=tensor.requires_grad, device=device, dtype=tensor.data.dtype)
         return remade
     return same_kind(tensor, tensor.detach().to(device))
 
