@@ -70,7 +70,9 @@ def _group_bytes(root: Path) -> Iterator[int]:
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         for controlled, mount in mounts:
-            if controlled != (_VERSION_1 if "memory" in controllers.split(",") else None if controllers else _VERSION_2):
+            if controlled != (
+                _VERSION_1 if "memory" in controllers.split(",") else None if controllers else _VERSION_2
+            ):
                 continue
             # A container often sees its own group at the mount point while the path is the one outside: then the
             # directories named by the path are missing, and the mount point itself holds the limit.

@@ -1,0 +1,233 @@
+"""The threads that move bytes between memory and a file, and the promises they are waited on by.
+
+They know jobs, sizes and order: reads go before writes, because somebody waits for a read, and each direction has a
+bounded number of queued bytes, because queued bytes are memory that cannot be freed. They know no file and no lease.
+
+Every wait here has an end: a worker that dies fails its job, a pool without workers fails every wait, and so does one
+in which nothing at all was moved for ``wait_limit_s``.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import threading
+import time
+from collections.abc import Callable
+from typing import Final
+
+from hyper_parallel.core.activation_checkpoint.border import DeviceBackend, Event, Stream
+from hyper_parallel.errors import DiskTierError
+
+__all__ = ["DiskCompletion", "Direction", "Job", "Workers"]
+
+NUM_WORKERS: Final = 4
+QUEUE_BYTES: Final = 256 * 2**20
+WAIT_LIMIT_S: Final = 120.0
+_LOOK_EVERY_S: Final = 0.5  # how often a waiting thread looks whether those it waits for still live
+
+
+class Direction(enum.Enum):
+    """Which way a job moves bytes."""
+
+    READ = "read"
+    WRITE = "write"
+
+
+class DiskCompletion:
+    """The end of a copy that a worker carries, in whole (a host buffer) or up to its last piece (a device's stream).
+
+    After a piece was queued on a stream, ``event`` is what its consumers are ordered after.
+    """
+
+    __slots__ = ("_backend", "_error", "_event", "_queued", "_workers", "end_us", "start_us")
+
+    def __init__(self, workers: Workers, backend: DeviceBackend) -> None:
+        self._workers = workers
+        self._backend = backend
+        self._queued = threading.Event()
+        self._event: Event | None = None
+        self._error: BaseException | None = None
+        self.start_us = 0.0  # when a worker began and ended, on time.perf_counter's clock
+        self.end_us = 0.0
+
+    def is_done(self) -> bool:
+        """See :class:`~hyper_parallel.core.activation_checkpoint.border.Completion`."""
+        return self._queued.is_set() and (self._event is None or self._backend.event_is_done(self._event))
+
+    def order(self, stream: Stream) -> None:
+        """Hold the caller until the worker queued its last piece, then order ``stream`` after it."""
+        self._wait_for_worker()
+        if self._event is not None:
+            self._backend.wait_event(stream, self._event)
+
+    def wait(self) -> None:
+        """See :class:`~hyper_parallel.core.activation_checkpoint.border.Completion`."""
+        self._wait_for_worker()
+        if self._event is not None:
+            self._backend.synchronize_event(self._event)
+
+    def finish(self, event: Event | None = None) -> None:
+        """The bytes are there, or will be after ``event``. Called by the worker."""
+        self._event = event
+        self._queued.set()
+
+    def note(self, error: BaseException) -> None:
+        """Something went wrong: whoever orders or waits is told so, once the copy has ended. Called by the worker."""
+        if self._error is None:
+            self._error = error
+
+    def fail(self, error: BaseException) -> None:
+        """The copy has ended, because of ``error``. Called by the worker."""
+        self.note(error)
+        self._queued.set()
+
+    def _wait_for_worker(self) -> None:
+        if not self._queued.is_set():
+            self._workers.wait(self._queued)
+        if self._error is not None:
+            raise self._error
+
+
+class Job:
+    """Some bytes to move: what to do, and who is told."""
+
+    __slots__ = ("completion", "direction", "nbytes", "run")
+
+    def __init__(
+        self, direction: Direction, nbytes: int, completion: DiskCompletion, run: Callable[[DiskCompletion], None]
+    ) -> None:
+        self.direction = direction
+        self.nbytes = nbytes
+        self.completion = completion
+        self.run = run  # holds the source or target alive until the job is dropped
+
+
+class Workers:
+    """A few daemon threads and their bounded queue. ``place`` names in errors what they work for."""
+
+    def __init__(
+        self,
+        place: str,
+        *,
+        num_workers: int = NUM_WORKERS,
+        queue_bytes: int = QUEUE_BYTES,
+        wait_limit_s: float = WAIT_LIMIT_S,
+    ) -> None:
+        self.num_workers = num_workers
+        self._place = place
+        self._queue_bytes = queue_bytes
+        self._wait_limit_s = wait_limit_s
+        self._changed = threading.Condition()
+        self._jobs: dict[Direction, collections.deque[Job]] = {way: collections.deque() for way in Direction}
+        self._queued_bytes = dict.fromkeys(Direction, 0)
+        self._num_unfinished = 0
+        self._threads: list[threading.Thread] = []
+        self._stopping = False
+        self._last_progress_s = time.monotonic()
+
+    def submit(self, job: Job, *, may_wait: bool = True) -> None:
+        """Queue a job; holds the caller while its direction's queue is full, unless a worker is the caller."""
+        with self._changed:
+            self._start()
+            self._num_unfinished += 1
+            began_s = time.monotonic()
+            # A job larger than the whole queue enters an empty one.
+            while may_wait and 0 < self._queued_bytes[job.direction] > self._queue_bytes - job.nbytes:
+                self._changed.wait(_LOOK_EVERY_S)
+                problem = self._problem(began_s)
+                if problem is not None:
+                    self._num_unfinished -= 1
+                    raise problem
+            self._queued_bytes[job.direction] += job.nbytes
+            self._jobs[job.direction].append(job)
+            self._changed.notify_all()
+
+    def wait(self, happened: threading.Event) -> None:
+        """Hold the caller until ``happened``, or raise when nobody is left who could make it happen."""
+        began_s = time.monotonic()
+        while not happened.wait(_LOOK_EVERY_S):
+            with self._changed:
+                problem = self._problem(began_s)
+            if problem is not None and not happened.is_set():
+                raise problem
+
+    def progressed(self) -> None:
+        """Some bytes were moved: whoever waits may go on waiting."""
+        self._last_progress_s = time.monotonic()
+
+    def wait_until_idle(self) -> None:
+        """Hold the caller until every queued job has ended."""
+        began_s = time.monotonic()
+        with self._changed:
+            while self._num_unfinished and self._threads:
+                self._changed.wait(_LOOK_EVERY_S)
+                problem = self._problem(began_s)
+                if problem is not None and self._num_unfinished:
+                    raise problem
+
+    def stop(self, *, join: bool) -> None:
+        """Let the threads end once the queue is empty. A thread that is itself one of them cannot join."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        if join:
+            for thread in self._threads:
+                if thread is not threading.current_thread():
+                    thread.join(self._wait_limit_s)
+
+    def _start(self) -> None:
+        if not self._threads:
+            self._last_progress_s = time.monotonic()
+            for number in range(self.num_workers):
+                thread = threading.Thread(target=self._work, name=f"hyper_parallel disk {number}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _problem(self, began_s: float) -> DiskTierError | None:
+        if self._threads and not any(thread.is_alive() for thread in self._threads):
+            return DiskTierError(
+                f"disk tier: cannot move bytes to or from {self._place}; because all its worker threads have ended; "
+                "after a fork or at the end of the program, build a new SwapManager"
+            )
+        if time.monotonic() - max(began_s, self._last_progress_s) > self._wait_limit_s:
+            return DiskTierError(
+                f"disk tier: cannot wait longer for {self._place}; because nothing moved for {self._wait_limit_s} s; "
+                "look for a disk that hangs, or choose another SwapConfig.disk_path"
+            )
+        return None
+
+    def _work(self) -> None:
+        while True:
+            job = self._next()
+            if job is None:
+                return
+            try:
+                job.completion.start_us = time.perf_counter() * 1e6
+                job.run(job.completion)
+            except BaseException as error:  # whatever it is, nobody may wait for a job that nobody does
+                job.completion.fail(error)
+            finally:
+                job.completion.end_us = time.perf_counter() * 1e6
+                if not job.completion._queued.is_set():
+                    job.completion.fail(
+                        DiskTierError(f"disk tier: a worker for {self._place} ended in the middle of a job")
+                    )
+                self.progressed()
+                job = None  # drops the source or target here, outside every lock
+                with self._changed:
+                    self._num_unfinished -= 1
+                    self._changed.notify_all()
+
+    def _next(self) -> Job | None:
+        with self._changed:
+            while True:
+                for direction in (Direction.READ, Direction.WRITE):
+                    if self._jobs[direction]:
+                        job = self._jobs[direction].popleft()
+                        self._queued_bytes[direction] -= job.nbytes
+                        self._changed.notify_all()
+                        return job
+                if self._stopping:
+                    return None
+                self._changed.wait()

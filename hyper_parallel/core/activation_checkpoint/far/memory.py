@@ -1,0 +1,186 @@
+"""Far memory as the engine uses it: one door to the tiers, in the order the user set.
+
+A request goes to the first tier; where that one has no room, the refusal is counted by tier and reason, and the next is
+asked. When all refuse, so does the door, and the engine keeps the bytes where they are.
+
+With ``verify`` every write is checksummed before it leaves and every read is compared when its consumer is ordered
+after it. Both hold the host until the bytes are there: a mode for tests and for finding broken hardware.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import threading
+import zlib
+
+from hyper_parallel.config import SwapConfig
+from hyper_parallel.core.activation_checkpoint.border import Completion, DeviceBackend, Event, FlatBytes, Stream
+from hyper_parallel.core.activation_checkpoint.far.disk import DiskTier
+from hyper_parallel.core.activation_checkpoint.far.host import HostBudget, HostTier
+from hyper_parallel.core.activation_checkpoint.far.process_memory import default_host_limit_bytes
+from hyper_parallel.core.activation_checkpoint.far.tier import Lease, Refusal, Tier, TierStatistics
+from hyper_parallel.errors import CorruptDataError, DiskTierError
+
+__all__ = ["FarMemory", "Overflow"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Overflow:
+    """How often, and with how many bytes in all, one tier refused for one reason."""
+
+    tier: str
+    reason: Refusal
+    count: int
+    nbytes: int
+
+
+class FarMemory:
+    """The tiers of one :class:`~hyper_parallel.config.SwapConfig`, tried in spill order."""
+
+    def __init__(self, config: SwapConfig) -> None:
+        limit = default_host_limit_bytes() if config.host_limit is None else config.host_limit
+        self._budget = HostBudget(limit)
+        self._verify = config.verify
+        self._tiers = tuple(self._make_tier(name, config) for name in config.tiers)
+        self._refused_lock = threading.Lock()
+        self._refused: collections.Counter[tuple[str, Refusal]] = collections.Counter()
+        self._refused_bytes: collections.Counter[tuple[str, Refusal]] = collections.Counter()
+
+    def _make_tier(self, name: str, config: SwapConfig) -> Tier:
+        if name != "disk":
+            return HostTier(self._budget, pinned=name == "pinned")
+        assert config.disk_path is not None  # SwapConfig sees to it
+        return DiskTier(config.disk_path, limit_bytes=config.disk_limit, budget=self._budget)
+
+    def reserve(self, backend: DeviceBackend, nbytes: int) -> Lease | Refusal:
+        """Room in the first tier that has it, else the last tier's reason."""
+        answer: Lease | Refusal = Refusal.OVER_LIMIT
+        for tier in self._tiers_for(backend):
+            answer = tier.reserve(backend, nbytes)
+            if isinstance(answer, Lease):
+                return _CheckedLease(answer) if self._verify else answer
+            with self._refused_lock:
+                self._refused[tier.name, answer] += 1
+                self._refused_bytes[tier.name, answer] += nbytes
+        return answer
+
+    def write(
+        self, lease: Lease, source: FlatBytes, *, backend: DeviceBackend, stream: Stream, ready: Event
+    ) -> Completion:
+        """Queue a copy of ``source`` into the lease; see :class:`Tier`."""
+        if isinstance(lease, _CheckedLease):
+            backend.synchronize_event(ready)
+            lease.checksum = _checksum(source, lease.nbytes, backend, stream)
+        return lease.tier.write(lease, source, backend=backend, stream=stream, ready=ready)
+
+    def read(
+        self, lease: Lease, target: FlatBytes, *, backend: DeviceBackend, stream: Stream, ready: Event
+    ) -> Completion:
+        """Queue a copy of the lease's bytes into ``target``; see :class:`Tier`."""
+        completion = lease.tier.read(lease, target, backend=backend, stream=stream, ready=ready)
+        if isinstance(lease, _CheckedLease):
+            return _CheckedCompletion(completion, lease, target, backend, stream)
+        return completion
+
+    def release(self, lease: Lease, after: Completion | None) -> None:
+        """Take the room back once ``after`` is done; safe in destructors, see :class:`Tier`."""
+        # A tier knows its own completions best, so it gets them bare.
+        lease.tier.release(lease, after.bare if isinstance(after, _CheckedCompletion) else after)
+
+    def statistics(self) -> tuple[TierStatistics, ...]:
+        """What each tier holds and has done, in spill order."""
+        return tuple(tier.statistics() for tier in self._tiers)
+
+    def overflows(self) -> tuple[Overflow, ...]:
+        """Every refusal so far, by tier in spill order and by reason."""
+        with self._refused_lock:
+            return tuple(
+                Overflow(tier=tier.name, reason=reason, count=self._refused[key], nbytes=self._refused_bytes[key])
+                for tier in self._tiers
+                for reason in Refusal
+                if (key := (tier.name, reason)) in self._refused
+            )
+
+    @property
+    def failure(self) -> DiskTierError | None:
+        """The first error of the disk tier, after which it lends no more; None while all is well."""
+        return next((tier.failure for tier in self._tiers if isinstance(tier, DiskTier) and tier.failure), None)
+
+    def close(self) -> None:
+        """Give everything back; leases still out keep their bytes until they are released."""
+        with contextlib.ExitStack() as stack:
+            for tier in self._tiers:
+                stack.callback(tier.close)
+
+    def _tiers_for(self, backend: DeviceBackend) -> tuple[Tier, ...]:
+        """Where the device is host memory, the host tiers would free nothing: a disk serves it, if there is one."""
+        if backend.is_host_memory:
+            return tuple(tier for tier in self._tiers if isinstance(tier, DiskTier)) or self._tiers
+        return self._tiers
+
+
+class _CheckedLease(Lease):
+    """A lease that remembers what was written to it."""
+
+    __slots__ = ("checksum",)
+
+    def __init__(self, lease: Lease) -> None:
+        super().__init__(lease.tier, lease.nbytes, lease.place)
+        self.checksum: int | None = None
+
+
+class _CheckedCompletion:
+    """A read that is compared with what was written, the first time anybody relies on it."""
+
+    def __init__(
+        self, bare: Completion, lease: _CheckedLease, target: FlatBytes, backend: DeviceBackend, stream: Stream
+    ) -> None:
+        self.bare = bare
+        self._lock = threading.Lock()
+        self._unchecked: tuple[_CheckedLease, FlatBytes, DeviceBackend, Stream] | None = (
+            lease,
+            target,
+            backend,
+            stream,
+        )
+        self._error: CorruptDataError | None = None
+
+    def is_done(self) -> bool:
+        return self.bare.is_done()
+
+    def order(self, stream: Stream) -> None:
+        self._check()
+        self.bare.order(stream)
+
+    def wait(self) -> None:
+        self._check()
+        self.bare.wait()
+
+    def _check(self) -> None:
+        with self._lock:
+            if self._unchecked is not None:
+                lease, target, backend, stream = self._unchecked
+                self.bare.wait()
+                found = _checksum(target, lease.nbytes, backend, stream)
+                self._unchecked = None  # lets the target go; a second look would compare what its user made of it
+                if found != lease.checksum:
+                    self._error = CorruptDataError(
+                        f"{lease.tier.name}: cannot return {lease.nbytes} bytes; because they are not those that were "
+                        f"written (checksum {found:#010x}, expected {lease.checksum:#010x}); "
+                        f"check this machine's {'disk' if lease.tier.name == 'disk' else 'memory'}, "
+                        "or leave that tier out of SwapConfig.tiers"
+                    )
+        if self._error is not None:
+            raise self._error
+
+
+def _checksum(flat: FlatBytes, nbytes: int, backend: DeviceBackend, stream: Stream) -> int:
+    """Of bytes that are there already; a device's are copied to the host for it."""
+    if not backend.is_host_memory:
+        host = backend.allocate_host(nbytes, pinned=False)
+        backend.copy(host, flat, stream)
+        backend.synchronize_event(backend.record_event(stream))
+        flat = host
+    return zlib.crc32(backend.host_view(flat))
