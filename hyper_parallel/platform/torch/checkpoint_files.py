@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import warnings
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,12 +32,9 @@ def save(cell: Any, file_path: str | os.PathLike[str], ckpt_format: str) -> None
     """Write a module's state, or a dict of tensors; of a sharded model every rank must call."""
     name = check_format(ckpt_format, KNOWN_FORMATS, member="save_checkpoint")
     tensors = _plain_tensors(cell)
+    write = _write_safetensors if name == "safetensors" else _write_pickled
     with replacing(file_path) as temporary:
-        if name == "safetensors":
-            _write_safetensors(tensors, temporary)
-        else:
-            with temporary.open("wb") as file:
-                torch.save(tensors, file)
+        write(tensors, temporary)
 
 
 def load(file_path: str | os.PathLike[str], ckpt_format: str) -> dict[str, torch.Tensor]:
@@ -104,10 +102,22 @@ def _write_safetensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     metadata = {"format": "pt"} | ({_ALIASES: json.dumps(aliases)} if aliases else {})
     try:
         save_file(unique, path, metadata=metadata)
-    except SafetensorError as error:
-        raise CheckpointFileError(
-            f"save_checkpoint: cannot write the file; because {error}; the old file, if there was one, is untouched"
-        ) from error
+    except (SafetensorError, OSError) as error:
+        raise _unwritten(error) from error
+
+
+def _write_pickled(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    try:
+        with path.open("wb") as file:
+            torch.save(dict(tensors), file)
+    except (OSError, RuntimeError) as error:
+        raise _unwritten(error) from error
+
+
+def _unwritten(error: Exception) -> CheckpointFileError:
+    return CheckpointFileError(
+        f"save_checkpoint: cannot write the file; because {error}; the old file, if there was one, is untouched"
+    )
 
 
 def _is_view(tensor: torch.Tensor) -> bool:
@@ -136,15 +146,19 @@ def _read_pickled(path: Path) -> dict[str, torch.Tensor]:
             f"({path.stat().st_size} bytes); copy or save it again"
         )
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            # A pickle of another protocol is either read or refused below; which one it is needs no warning before.
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointFileError(
             f"load_checkpoint: cannot read {path}; because it is no plain weight file: it asks to run code or to build "
             f"objects, which is never done ({str(error).splitlines()[0]}); save its state dict instead"
         ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError) as error:
+    except Exception as error:  # bytes of any kind end in an error of any kind
         raise CheckpointFileError(
-            f"load_checkpoint: cannot read {path}; because torch finds it damaged ({error}); copy or save it again"
+            f"load_checkpoint: cannot read {path}; because it is no torch file, or a damaged one ({error}); "
+            f"copy or save it again"
         ) from error
     wrong = _not_tensors(loaded)
     if wrong is not None:
