@@ -1,0 +1,78 @@
+"""Save, recompute or swap every activation of a training step, without changing a gradient.
+
+The door. Names are found at first use; importing this package imports no framework.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel._version import __version__
+
+if TYPE_CHECKING:
+    from hyper_parallel.config import SwapConfig, configure
+    from hyper_parallel.core.activation_checkpoint import (
+        CheckpointPolicy,
+        SwapManager,
+        checkpoint,
+        checkpoint_wrapper,
+        swap,
+        swap_tensor_wrapper,
+        swap_wrapper,
+    )
+    from hyper_parallel.core.activation_checkpoint.statistics import SwapStats
+    from hyper_parallel.errors import HyperParallelError
+    from hyper_parallel.platform.platform import get_platform
+
+_HOMES = {
+    "CheckpointPolicy": "hyper_parallel.core.activation_checkpoint",
+    "HyperParallelError": "hyper_parallel.errors",
+    "SwapConfig": "hyper_parallel.config",
+    "SwapManager": "hyper_parallel.core.activation_checkpoint",
+    "SwapStats": "hyper_parallel.core.activation_checkpoint.statistics",
+    "checkpoint": "hyper_parallel.core.activation_checkpoint",
+    "checkpoint_wrapper": "hyper_parallel.core.activation_checkpoint",
+    "configure": "hyper_parallel.config",
+    "get_platform": "hyper_parallel.platform.platform",
+    "swap": "hyper_parallel.core.activation_checkpoint",
+    "swap_tensor_wrapper": "hyper_parallel.core.activation_checkpoint",
+    "swap_wrapper": "hyper_parallel.core.activation_checkpoint",
+}
+
+__all__ = [
+    "CheckpointPolicy",
+    "HyperParallelError",
+    "SwapConfig",
+    "SwapManager",
+    "SwapStats",
+    "__version__",
+    "checkpoint",
+    "checkpoint_wrapper",
+    "configure",
+    "get_platform",
+    "stats",
+    "swap",
+    "swap_tensor_wrapper",
+    "swap_wrapper",
+]
+
+
+def stats() -> SwapStats:
+    """What became of saved values since the last ``SwapManager().reset()``: bytes by fate and reason, copy times, hits."""
+    from hyper_parallel.core.activation_checkpoint.swap import SwapManager
+
+    return SwapManager().stats()
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'hyper_parallel' has no attribute {name!r}; it has {', '.join(sorted(__all__))}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

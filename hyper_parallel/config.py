@@ -1,0 +1,192 @@
+"""Settings: frozen, validated at birth, with the unit in every name.
+
+A :class:`SwapConfig` is a value. Where a setting comes from is decided in one place, :func:`current_config`: the
+innermost ``with configure(...)`` of this thread and context, else what ``configure(...)`` set for the process, else the
+environment (``HYPER_PARALLEL_<FIELD>``), else the defaults below. This room knows no framework.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import functools
+import os
+import re
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Final
+
+__all__ = ["SwapConfig", "configure", "current_config", "parse_bytes"]
+
+KNOWN_TIERS: Final = ("pinned", "pageable", "disk")
+
+_UNITS: Final[Mapping[str, int]] = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+
+
+def parse_bytes(value: int | str, *, name: str) -> int:
+    """Turn ``"20GiB"``, ``"500 MB"`` or a plain number into bytes; ``name`` is the setting the error speaks of."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise TypeError(f"{name}: expected bytes as an int or a string such as '20GiB', got {value!r}")
+    if isinstance(value, int):
+        number = value
+    else:
+        match = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        if match is None or match.group(2).lower() not in _UNITS:
+            raise ValueError(
+                f"{name}: cannot read {value!r} as bytes; write a number and one of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
+            )
+        number = int(float(match.group(1)) * _UNITS[match.group(2).lower()])
+    if number < 0:
+        raise ValueError(f"{name}: {value!r} is negative; bytes cannot be")
+    return number
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SwapConfig:
+    """How swapping behaves. ``None`` means: chosen by the library, from measurements where it has them."""
+
+    min_bytes: int = 2**20
+    """Storages smaller than this stay on the device: the copy would cost more than it frees."""
+    tail_bytes: int | None = None
+    """The most recent bytes of a forward that are not copied at all, because backward wants them first."""
+    window_bytes: int | None = None
+    """Bytes in flight out of the device; past it the compute stream waits for the oldest copy."""
+    prefetch_bytes: int | None = None
+    """Bytes brought back ahead of their use in backward."""
+    tiers: tuple[str, ...] = ("pinned",)
+    """Far memory in spill order: any of ``pinned``, ``pageable``, ``disk``."""
+    host_limit: int | None = None
+    """The most host memory the pinned and pageable tiers may take together; None: half of what this process may use."""
+    disk_path: str | None = None
+    """A directory for the disk tier's files; naming one lets CPU tensors be swapped on machines without a device."""
+    disk_limit: int | None = None
+    """The most bytes the disk tier may hold; None: what is free on that file system, less a reserve."""
+    verify: bool = False
+    """Checksum what is written to far memory and compare it when it is read back."""
+
+    def __post_init__(self) -> None:
+        for name in ("min_bytes", "tail_bytes", "window_bytes", "prefetch_bytes", "host_limit", "disk_limit"):
+            value = getattr(self, name)
+            if value is None and name != "min_bytes":
+                continue
+            object.__setattr__(self, name, parse_bytes(value, name=f"SwapConfig.{name}"))
+        tiers = (self.tiers,) if isinstance(self.tiers, str) else tuple(self.tiers)
+        unknown = [tier for tier in tiers if tier not in KNOWN_TIERS]
+        if unknown or not tiers or len(set(tiers)) != len(tiers):
+            raise ValueError(
+                f"SwapConfig.tiers: {self.tiers!r} must name each tier at most once, in spill order, out of {', '.join(KNOWN_TIERS)}"
+            )
+        object.__setattr__(self, "tiers", tiers)
+        if self.disk_path is not None:
+            object.__setattr__(self, "disk_path", os.fspath(self.disk_path))
+        if "disk" in tiers and self.disk_path is None:
+            raise ValueError(
+                "SwapConfig.disk_path: the disk tier needs a directory; set disk_path=... or drop 'disk' from tiers"
+            )
+        if not isinstance(self.verify, bool):
+            raise TypeError(f"SwapConfig.verify: expected True or False, got {self.verify!r}")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None) -> SwapConfig:
+        """Read ``HYPER_PARALLEL_<FIELD>``; unset fields keep their defaults."""
+        environment = os.environ if environment is None else environment
+        given: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            text = environment.get(f"HYPER_PARALLEL_{field.name.upper()}")
+            if text is None:
+                continue
+            try:
+                given[field.name] = _FROM_TEXT.get(field.name, str)(text)
+            except ValueError as error:
+                raise ValueError(f"HYPER_PARALLEL_{field.name.upper()}: {error}") from None
+        return cls(**given)
+
+
+def _tiers_from_text(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _flag_from_text(text: str) -> bool:
+    known = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    if text.strip().lower() not in known:
+        raise ValueError(f"cannot read {text!r} as yes or no; write one of {', '.join(known)}")
+    return known[text.strip().lower()]
+
+
+_FROM_TEXT: Final[Mapping[str, Callable[[str], Any]]] = {"tiers": _tiers_from_text, "verify": _flag_from_text}
+
+
+class _Settings:
+    """What ``configure`` set for the process, and the override of this context."""
+
+    process: SwapConfig | None = None
+    override: contextvars.ContextVar[SwapConfig | None] = contextvars.ContextVar("hyper_parallel_config", default=None)
+
+
+@functools.lru_cache(maxsize=1)
+def _from_environment_once(snapshot: tuple[tuple[str, str], ...]) -> SwapConfig:
+    return SwapConfig.from_environment(dict(snapshot))
+
+
+def current_config() -> SwapConfig:
+    """The settings that hold here and now."""
+    override = _Settings.override.get()
+    if override is not None:
+        return override
+    if _Settings.process is not None:
+        return _Settings.process
+    names = [f"HYPER_PARALLEL_{field.name.upper()}" for field in dataclasses.fields(SwapConfig)]
+    return _from_environment_once(tuple((name, os.environ[name]) for name in names if name in os.environ))
+
+
+class Configured:
+    """What :func:`configure` returns: forget it, or use it as a context manager that restores what was."""
+
+    def __init__(self, config: SwapConfig, previous: SwapConfig | None) -> None:
+        self._config = config
+        self._previous = previous
+        self._token: contextvars.Token[SwapConfig | None] | None = None
+
+    def __enter__(self) -> SwapConfig:
+        # Inside a with-block the setting belongs to this thread and context only.
+        _Settings.process = self._previous
+        self._token = _Settings.override.set(self._config)
+        return self._config
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._token is not None:
+            _Settings.override.reset(self._token)
+            self._token = None
+
+
+def configure(config: SwapConfig | None = None, **fields: Any) -> Configured:
+    """Set the settings of the process, or of a ``with`` block; ``configure(None)`` goes back to the defaults.
+
+    Fields given by name change those of ``config``, or of what holds now: ``configure(min_bytes="4MiB")``.
+    """
+    if config is not None and not isinstance(config, SwapConfig):
+        raise TypeError(
+            f"configure: expected a SwapConfig, got {config!r}; write configure(SwapConfig(...)) or configure(min_bytes=...)"
+        )
+    previous = _Settings.process
+    if fields:
+        known = {field.name for field in dataclasses.fields(SwapConfig)}
+        unknown = sorted(set(fields) - known)
+        if unknown:
+            raise TypeError(f"configure: unknown setting {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+        config = dataclasses.replace(config if config is not None else current_config(), **fields)
+    _Settings.process = config
+    return Configured(config if config is not None else current_config(), previous)

@@ -1,0 +1,410 @@
+"""The schedule of one device: when bytes leave, when our reference goes, when they come back.
+
+It never knows modules, policies or tensors' shapes; see ``record`` for one storage's life and ``forecast`` for the order.
+
+Timeline of a step
+------------------
+::
+
+    forward    op ► pack ► record joins the tail ──(more than tail_bytes behind it)──► copy out queued
+               more than window_bytes in flight ► compute is ordered after the oldest copy, our reference goes
+               end of forward: the tail was never copied at all
+    backward   first unpack ► forecast ► loads are queued until prefetch_bytes are ahead
+               unpack: on the device ► alias │ in flight ► ordered │ far ► loaded now, a miss
+               last handle dies ► record dies ► its room returns
+    after it   a retained graph: what was brought back is let go again, the far copy stays valid
+
+Invariants
+----------
+* The engine's own queues hold records weakly: it never keeps a graph's bytes alive, and the end of a graph needs no call.
+* Bytes on the device for our sake ≤ tail + window + prefetch + what backward reads right now.
+* No call waits for the device: order is said to streams (a file is the exception, its completions block when they must).
+* One lock guards queues and moves. Destructors take no lock, so they may run anywhere, also inside it.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import Final, Protocol, overload
+
+from hyper_parallel.config import SwapConfig
+from hyper_parallel.core.activation_checkpoint.border import DeviceBackend, FlatBytes, Stream
+from hyper_parallel.core.activation_checkpoint.far.memory import FarMemory
+from hyper_parallel.core.activation_checkpoint.far.tier import Refusal
+from hyper_parallel.core.activation_checkpoint.forecast import Forecast, Reach
+from hyper_parallel.core.activation_checkpoint.record import Lanes, Position, Record
+from hyper_parallel.core.activation_checkpoint.residency import Residency
+from hyper_parallel.core.activation_checkpoint.statistics import Counters, KeepReason
+from hyper_parallel.core.activation_checkpoint.timing import LinkClock
+
+__all__ = ["BackwardTask", "Engine"]
+
+_DEFAULT_TAIL_BYTES: Final = 256 * 2**20
+_DEFAULT_WINDOW_BYTES: Final = 512 * 2**20
+_REFUSED: Final = {Refusal.OVER_LIMIT: KeepReason.OVER_LIMIT, Refusal.NO_SPACE: KeepReason.NO_SPACE}
+
+_MOST_OPEN_TASKS: Final = 32
+
+
+class BackwardTask(Protocol):
+    """One backward run, as the framework shows it."""
+
+    key: Hashable
+    """Tells it from every other run."""
+
+    def reach(self) -> Reach:
+        """Which sequence numbers it will still run. Asked once, when the first record is wanted."""
+
+    def at_end(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when the run is over."""
+
+
+class _Shared:
+    """The newest record of a storage, findable while both live."""
+
+    __slots__ = ("is_alive", "record", "version")
+
+    def __init__(self, record: Record, version: int, is_alive: Callable[[], bool]) -> None:
+        self.record = weakref.ref(record)
+        self.version = version
+        self.is_alive = is_alive
+
+
+class Engine:
+    """The swap schedule of one device under one set of settings."""
+
+    def __init__(self, backend: DeviceBackend, config: SwapConfig, far: FarMemory, counters: Counters) -> None:
+        self.backend = backend
+        self.config = config
+        self.far = far
+        self.counters = counters
+        self.clock = LinkClock(backend, counters)
+        self.lanes = Lanes(backend)
+        self._lock = threading.RLock()
+        self._tail: deque[tuple[weakref.ref[Record], int]] = deque()
+        self._tail_bytes = 0
+        self._in_flight: deque[tuple[weakref.ref[Record], int]] = deque()
+        self._in_flight_bytes = 0
+        self._live: weakref.WeakSet[Record] = weakref.WeakSet()
+        self._by_storage: dict[int, _Shared] = {}
+        self._forecasts: dict[Hashable, Forecast] = {}
+        self.ledger: deque[int] = deque()
+        self._resident_bytes = 0
+        self._tail_limit = _DEFAULT_TAIL_BYTES if config.tail_bytes is None else config.tail_bytes
+        self._window_limit = _DEFAULT_WINDOW_BYTES if config.window_bytes is None else config.window_bytes
+
+    # ------------------------------------------------------------------ forward
+
+    def find(self, storage_key: int, version: int) -> Record | None:
+        """The living record of this storage at this version, if one was made: its copy serves again."""
+        shared = self._by_storage.get(storage_key)
+        if shared is None or shared.version != version or not shared.is_alive():
+            return None
+        return shared.record()
+
+    def admit(
+        self,
+        device_bytes: FlatBytes,
+        nbytes: int,
+        *,
+        position: Position,
+        index: int = 0,
+        group: object | None = None,
+        tag: str | None = None,
+        stays: bool = False,
+        storage_key: int | None = None,
+        version: int = 0,
+        is_alive: Callable[[], bool] | None = None,
+    ) -> Record:
+        """A new record for bytes that were just saved; it leaves when enough newer ones stand behind it."""
+        record = Record(
+            self,
+            device_bytes,
+            nbytes,
+            position=position,
+            index=index,
+            group=group,
+            tag=tag,
+            stays=stays,
+            storage_key=storage_key,
+        )
+        with self._lock:
+            self._live.add(record)
+            if storage_key is not None and is_alive is not None:
+                self._remember(storage_key, _Shared(record, version, is_alive))
+            if not stays:
+                self._queue(record)
+            self._account()
+        return record
+
+    def _remember(self, storage_key: int, shared: _Shared) -> None:
+        if len(self._by_storage) > 64 + 2 * len(self._live):
+            self._by_storage = {key: old for key, old in self._by_storage.items() if old.record() is not None}
+        self._by_storage[storage_key] = shared
+
+    def share(self, record: Record) -> None:
+        """Count a save that an existing record serves."""
+        record.shares += 1
+        self.counters.add("shared_copies", 1)
+        self.counters.add("shared_bytes", record.nbytes)
+
+    def enqueue(self, record: Record) -> None:
+        """Let a record leave that stayed so far."""
+        with self._lock:
+            self._queue(record)
+
+    def _queue(self, record: Record) -> None:
+        self._tail.append((weakref.ref(record), record.nbytes))
+        self._tail_bytes += record.nbytes
+        while self._tail_bytes > self._tail_limit:
+            reference, nbytes = self._tail.popleft()
+            self._tail_bytes -= nbytes
+            oldest = reference()
+            if oldest is not None and not oldest.stays:
+                self._launch_offload(oldest)
+        self._make_room_in_window()
+
+    def _launch_offload(self, record: Record, stream: Stream | None = None) -> None:
+        if record.residency is not Residency.DEVICE or record.is_wanted:
+            return
+        had_copy = record.has_far_copy
+        refusal = record.start_offload(stream)
+        if refusal is not None:
+            self.counters.keep(_REFUSED[refusal], record.nbytes)
+            return
+        self._tell("offload", record)
+        if not had_copy:
+            self.counters.add("swapped_out_bytes", record.nbytes)
+            if record.tag is not None:
+                self.counters.add_to("bytes_by_tag", record.tag, record.nbytes)
+            self.clock.copied(record.out, record.nbytes, is_out=True)
+        self._in_flight.append((weakref.ref(record), record.nbytes))
+        self._in_flight_bytes += record.nbytes
+
+    def _make_room_in_window(self) -> None:
+        """Memory first: past the window, compute is ordered after the oldest copy; what is done anyway goes too."""
+        while self._in_flight:
+            reference, nbytes = self._in_flight[0]
+            record = reference()
+            if record is not None and record.residency is Residency.D2H:
+                assert record.out is not None, "a record in flight has a copy"
+                is_over = self._in_flight_bytes > self._window_limit
+                if not is_over and not record.out.is_done():
+                    return
+                if is_over:
+                    self.clock.stalled(record.out)
+                record.finish_offload()
+                self._tell("drop", record)
+            self._in_flight.popleft()
+            self._in_flight_bytes -= nbytes
+
+    def launch_offload(self, record: Record, *, stream: Stream | None = None) -> None:
+        """Queue the copy out now, whatever the tail says."""
+        with self._lock:
+            self._launch_offload(record, stream)
+            self._make_room_in_window()
+
+    def finish_offload(self, record: Record) -> None:
+        """Let go of the device bytes of a record whose copy was queued; compute is ordered after the copy."""
+        with self._lock:
+            if record.residency is Residency.D2H:
+                assert record.out is not None, "a record in flight has a copy"
+                self.clock.stalled(record.out)
+                record.finish_offload()
+                self._tell("drop", record)
+
+    def settle(self, record: Record) -> bool:
+        """Something is about to change the source bytes: order it after the copy out. False when there is no copy."""
+        with self._lock:
+            if record.residency is Residency.DEVICE:
+                self._launch_offload(record)
+            if record.residency is Residency.D2H:
+                record.finish_offload()
+                self._tell("drop", record)
+            return record.residency is not Residency.DEVICE
+
+    # ------------------------------------------------------------------ backward
+
+    def fetch(self, record: Record, task: BackwardTask | None) -> FlatBytes:
+        """The device bytes of ``record``, ordered for the current stream; and the next loads on their way."""
+        with self._lock:
+            forecast = self._forecast_of(task)
+            is_first_use = not record.is_wanted
+            record.is_wanted = task is not None
+            self._bring(record, is_first_use=is_first_use)
+            device_bytes = record.device_bytes
+            if forecast is not None:
+                forecast.touched.add(record)
+                self._prefetch(forecast, record.group)
+            self._make_room_in_window()
+            self._account()
+        return device_bytes
+
+    def expect(self, task: BackwardTask) -> None:
+        """A replay begins: start its loads before the first value is asked for."""
+        with self._lock:
+            self._prefetch(self._forecast_of(task), None)
+            self._account()
+
+    @overload
+    def _forecast_of(self, task: BackwardTask) -> Forecast: ...
+    @overload
+    def _forecast_of(self, task: None) -> None: ...
+    def _forecast_of(self, task: BackwardTask | None) -> Forecast | None:
+        if task is None:
+            return None
+        forecast = self._forecasts.get(task.key)
+        if forecast is None:
+            far = [record for record in self._live if record.residency in (Residency.HOST, Residency.D2H)]
+            forecast = Forecast(far, task.reach()) if far else Forecast((), lambda _first, _last: False)
+            self._forecasts[task.key] = forecast
+            task.at_end(functools.partial(self.end_of_task, task.key))
+            if len(self._forecasts) > _MOST_OPEN_TASKS:
+                # A backward that raised never reports its end.
+                self.end_of_task(next(iter(self._forecasts)))
+        return forecast
+
+    def _bring(self, record: Record, *, is_first_use: bool) -> None:
+        if record.residency is Residency.D2H:
+            record.cancel_offload()
+        elif record.residency is Residency.HOST:
+            self.counters.add("misses", 1)
+            self._tell("miss", record)
+            self._start_load(record)
+        elif record.residency is Residency.H2D:
+            self.counters.add("prefetch_hits", 1)
+        elif is_first_use and not record.has_far_copy and record.group is None:
+            self.counters.keep(KeepReason.TAIL, record.nbytes)
+        if record.residency is Residency.H2D:
+            assert record.back is not None, "a load is in flight"
+            self.clock.stalled(record.back, is_load=True)
+            record.finish_load()
+        else:
+            record.note_reader()
+        self._tell("use", record)
+
+    def _start_load(self, record: Record, stream: Stream | None = None) -> None:
+        try:
+            record.start_load(stream)
+        except Exception as error:
+            if not self.backend.is_out_of_memory(error) or not self._give_back_ahead():
+                raise
+            record.start_load(stream)
+        self._loaded(record)
+
+    def _loaded(self, record: Record) -> None:
+        self.counters.add("swapped_in_bytes", record.nbytes)
+        self.clock.copied(record.back, record.nbytes, is_out=False)
+        self._tell("load", record)
+
+    def _prefetch(self, forecast: Forecast, group: object | None) -> None:
+        forced = {group, getattr(group, "before", None)} - {None}
+        ahead = forecast.ahead_bytes()
+        limit = self.prefetch_bytes
+        while (record := forecast.upcoming()) is not None:
+            if ahead >= limit and record.group not in forced:
+                return
+            if record.residency is Residency.D2H:
+                # Wanted soon: what is still here need not go and come back.
+                record.cancel_offload()
+                forecast.loaded(record)
+                ahead += record.nbytes
+            elif record.residency is Residency.HOST:
+                try:
+                    record.start_load()
+                except Exception as error:
+                    if self.backend.is_out_of_memory(error):
+                        return  # no room to run ahead; the value is brought when it is asked for
+                    raise
+                self._loaded(record)
+                forecast.loaded(record)
+                forecast.touched.add(record)
+                ahead += record.nbytes
+            forecast.advance()
+
+    def _give_back_ahead(self) -> bool:
+        """The device is full: let go of what was brought ahead and not asked for. True when anything went."""
+        given = False
+        for forecast in self._forecasts.values():
+            for record in forecast.ahead():
+                given |= self._let_go(record)
+        return given
+
+    def let_go(self, record: Record) -> None:
+        """A replay has taken what it needs: drop our own reference, if nobody else counts on this record."""
+        with self._lock:
+            if not record.shares and record.residency is Residency.DEVICE:
+                self._let_go(record)
+
+    def _let_go(self, record: Record) -> bool:
+        """Drop device bytes that also exist in far memory."""
+        if record.residency is Residency.H2D:
+            record.finish_load()
+        if record.residency is not Residency.DEVICE or not record.has_far_copy:
+            return False
+        refusal = record.start_offload()
+        assert refusal is None, "a record with a far copy needs no new room"
+        record.finish_offload()
+        return True
+
+    def launch_load(self, record: Record, *, stream: Stream | None = None) -> None:
+        """Queue the copy back now, whatever the forecast says."""
+        with self._lock:
+            if record.residency is Residency.HOST:
+                self._start_load(record, stream)
+
+    def finish_load(self, record: Record) -> None:
+        """Order the current stream after a queued load."""
+        with self._lock:
+            if record.residency is Residency.H2D:
+                assert record.back is not None, "a load is in flight"
+                self.clock.stalled(record.back, is_load=True)
+                record.finish_load()
+            elif record.residency is Residency.D2H:
+                record.cancel_offload()
+
+    def end_of_task(self, key: Hashable) -> None:
+        """Backward ended. Whatever it brought back and somebody still holds (a retained graph) leaves again."""
+        with self._lock:
+            forecast = self._forecasts.pop(key, None)
+            if forecast is None:
+                return
+            for record in list(forecast.touched):
+                record.is_wanted = False
+                self._let_go(record)
+            self._make_room_in_window()
+            self.clock.settle()
+
+    def _tell(self, what: str, record: Record) -> None:
+        if self.counters.trace is not None:
+            self.counters.trace(what, record)
+
+    def _account(self) -> None:
+        """Fold what records gained and lost, in any thread, into the resident bytes and their peak."""
+        while self.ledger:
+            self._resident_bytes += self.ledger.popleft()
+        if self._resident_bytes > self.counters.peak_resident_bytes:
+            self.counters.peak_resident_bytes = self._resident_bytes
+
+    # ------------------------------------------------------------------ looking at it
+
+    @property
+    def prefetch_bytes(self) -> int:
+        """How far ahead loads run: the setting, else what the measured link brings in the time loads were late by."""
+        if self.config.prefetch_bytes is not None:
+            return self.config.prefetch_bytes
+        return self.clock.prefetch_bytes
+
+    def live_records(self) -> list[Record]:
+        """The records that some graph still holds."""
+        with self._lock:
+            return list(self._live)
+
+    @property
+    def in_flight_bytes(self) -> int:
+        """Bytes whose copy out was queued and whose source is still held."""
+        return self._in_flight_bytes

@@ -1,0 +1,69 @@
+"""In which order backward will want records. Only advice: a wrong forecast costs time, never a value.
+
+The order is learned from execution, not declared: a record stands at the sequence number of the node that saved it,
+the framework runs ready nodes from the highest number down, and a walk over the graph says which numbers this backward
+can reach at all (so a dead branch or another micro-batch is not brought back). Where a framework cannot show its graph,
+everything below the current number counts as reachable.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from hyper_parallel.core.activation_checkpoint.record import Position, Record
+
+__all__ = ["Forecast", "Reach", "order_of_want"]
+
+Reach = Callable[[int, int], bool]  # (first sequence, last sequence) -> whether backward will run a node in between
+
+
+def order_of_want(records: Iterable[Record], reach: Reach) -> list[Record]:
+    """The reachable ones, first wanted first."""
+    wanted = [record for record in records if reach(record.position.first_sequence, record.position.sequence)]
+    return sorted(wanted, key=lambda record: (-record.position.sequence, record.index))
+
+
+class Forecast:
+    """The order for one backward, and how far ahead of it the loads are."""
+
+    def __init__(self, records: Iterable[Record], reach: Reach) -> None:
+        self._queue: deque[weakref.ref[Record]] = deque(map(weakref.ref, order_of_want(records, reach)))
+        self._ahead: list[weakref.ref[Record]] = []
+        self.touched: weakref.WeakSet[Record] = weakref.WeakSet()
+        self.seen_groups: set[object] = set()
+
+    def upcoming(self) -> Record | None:
+        """The next living record that backward has not asked for yet; stays at the head until :meth:`advance`."""
+        while self._queue:
+            record = self._queue[0]()
+            if record is not None and not record.is_wanted:
+                return record
+            self._queue.popleft()
+        return None
+
+    def advance(self) -> None:
+        """The head was dealt with."""
+        self._queue.popleft()
+
+    def loaded(self, record: Record) -> None:
+        """Count ``record`` among the bytes brought back ahead of their use."""
+        self._ahead.append(weakref.ref(record))
+
+    def ahead(self) -> list[Record]:
+        """What was brought back and not asked for yet."""
+        living = [(reference, reference()) for reference in self._ahead]
+        kept = [(reference, record) for reference, record in living if record is not None and not record.is_wanted]
+        self._ahead = [reference for reference, _ in kept]
+        return [record for _, record in kept]
+
+    def ahead_bytes(self) -> int:
+        """The same, in bytes."""
+        return sum(record.nbytes for record in self.ahead())
+
+
+def everything_below(position: Position) -> Reach:
+    """The reach of a framework that cannot show its graph."""
+    last = position.sequence
+    return lambda first, _last: first <= last

@@ -1,0 +1,235 @@
+"""One record: the bytes of one storage, saved once in one forward.
+
+A record knows where its bytes are, its room in far memory, and the completion that makes each copy safe. It never knows
+layers, modules or policies. It is owned by the handles that the autograd graph holds: when the last one dies the record
+dies, and that is the only release there is.
+
+Theory of operation: four orders, each a line below
+---------------------------------------------------
+1. *A copy out starts after the producer*: the tier orders the outgoing stream after ``ready``.
+2. *Device bytes are dropped after the copy out*: their own stream is ordered after ``out`` before our reference goes.
+3. *A load writes after the buffer is ours*: the incoming stream is ordered after an event recorded behind the
+   allocation, because the allocator may hand out a block whose last kernels have not run yet.
+4. *A consumer reads after the load*: its stream is ordered after ``back``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from hyper_parallel.core.activation_checkpoint.border import Completion, DeviceBackend, Event, FlatBytes, Stream, Tensor
+from hyper_parallel.core.activation_checkpoint.far.tier import Lease, Refusal
+from hyper_parallel.core.activation_checkpoint.residency import Move, Residency, next_residency
+from hyper_parallel.errors import FarMemoryError
+
+if TYPE_CHECKING:
+    from hyper_parallel.core.activation_checkpoint.engine import Engine
+
+__all__ = ["Lanes", "Position", "Record"]
+
+
+class Lanes:
+    """The two copy streams of one device. Separate, so that a load never queues behind a copy out."""
+
+    __slots__ = ("back", "out")
+
+    def __init__(self, backend: DeviceBackend) -> None:
+        self.out: Stream = backend.new_stream()
+        self.back: Stream = backend.new_stream()
+
+
+class Position:
+    """When backward will want a record: the higher ``sequence`` the sooner, then the lower ``index`` the sooner.
+
+    A record that a node saved stands at that node's number. A record of a replayed region (an input, a swapped op
+    output) is wanted when the replay begins, that is at the region's *end*, in forward order: the region moves the
+    sequence of the position object that its records share.
+    """
+
+    __slots__ = ("first_sequence", "sequence")
+
+    def __init__(self, sequence: int) -> None:
+        self.first_sequence = sequence
+        self.sequence = sequence
+
+
+class Record:
+    """The bytes of one saved storage. All moves are made under the engine's lock."""
+
+    __slots__ = (
+        "__weakref__",
+        "_foreign_streams",
+        "_prepared",
+        "back",
+        "device_bytes",
+        "engine",
+        "group",
+        "index",
+        "is_wanted",
+        "lease",
+        "nbytes",
+        "out",
+        "position",
+        "ready",
+        "residency",
+        "shares",
+        "snapshot_is_exact",
+        "source_is_unchanged",
+        "stays",
+        "storage_key",
+        "stream",
+        "tag",
+    )
+
+    def __init__(
+        self,
+        engine: Engine,
+        device_bytes: FlatBytes,
+        nbytes: int,
+        *,
+        position: Position,
+        index: int = 0,
+        group: object | None = None,
+        tag: str | None = None,
+        stays: bool = False,
+        storage_key: int | None = None,
+    ) -> None:
+        self.engine = engine
+        self.device_bytes: FlatBytes | None = device_bytes
+        self.nbytes = nbytes
+        self.position = position
+        self.index = index
+        self.group = group
+        self.tag = tag
+        self.stays = stays  # the engine does not let it leave by itself
+        self.storage_key = storage_key
+        self.residency = Residency.DEVICE
+        self.stream: Stream = engine.backend.current_stream()
+        self.ready: Event = engine.backend.record_event(self.stream)
+        self.lease: Lease | None = None
+        self.out: Completion | None = None
+        self.back: Completion | None = None
+        self._prepared: tuple[FlatBytes, Event, Stream] | None = None
+        self._foreign_streams: list[Stream] = []
+        self.shares = 0  # saves beyond the first that this record serves
+        self.source_is_unchanged: Callable[[], bool] | None = None
+        self.snapshot_is_exact = False  # the far copy was ordered before anything that changed the source
+        engine.ledger.append(nbytes)
+        self.is_wanted = False  # unpacked by the backward that runs now
+
+    @property
+    def has_far_copy(self) -> bool:
+        """Whether a copy out was queued, so that the device bytes can go without another one."""
+        return self.out is not None
+
+    def host_bytes(self) -> Tensor | None:
+        """The far copy, where it lies in host memory and was written completely."""
+        if self.lease is None or self.out is None:
+            return None
+        self.out.wait()
+        return self.engine.far.host_bytes(self.lease)
+
+    def start_offload(self, stream: Stream | None = None) -> Refusal | None:
+        """Queue the copy out, unless a far copy exists already; a refusal leaves everything as it is."""
+        target = next_residency(self.residency, Move.START_OFFLOAD)
+        if self.out is None:
+            engine = self.engine
+            with engine.backend.unseen():
+                lease = engine.far.reserve(engine.backend, self.nbytes)
+            if isinstance(lease, Refusal):
+                return lease
+            self.lease = lease
+            lane = engine.lanes.out if stream is None else stream
+            with engine.backend.unseen():
+                self.out = engine.far.write(
+                    lease, self.device_bytes, backend=engine.backend, stream=lane, ready=self.ready
+                )
+        self.residency = target
+        return None
+
+    def finish_offload(self) -> None:
+        """Order the stream that owns the device bytes after the copy, then let go of them."""
+        target = next_residency(self.residency, Move.FINISH_OFFLOAD)
+        self._order_owner()
+        if self.source_is_unchanged is not None and self.back is None:
+            self.snapshot_is_exact = self.source_is_unchanged()
+        self._drop_device_bytes()
+        self.residency = target
+
+    def _drop_device_bytes(self) -> None:
+        self.device_bytes = None
+        self.engine.ledger.append(-self.nbytes)
+
+    def cancel_offload(self) -> None:
+        """Wanted again before it left: the device bytes are still valid, and the queued copy makes a valid far copy."""
+        self.residency = next_residency(self.residency, Move.CANCEL_OFFLOAD)
+
+    def prepare_load(self) -> None:
+        """Take the buffer that the next load fills from the current stream's pool."""
+        if self._prepared is None:
+            backend = self.engine.backend
+            stream = backend.current_stream()
+            buffer = backend.allocate(self.nbytes)
+            self._prepared = buffer, backend.record_event(stream), stream
+            self.engine.ledger.append(self.nbytes)
+
+    def start_load(self, stream: Stream | None = None) -> None:
+        """Queue the copy back into a buffer of the current stream's pool."""
+        target = next_residency(self.residency, Move.START_LOAD)
+        assert self.lease is not None, "a record in far memory has a lease"
+        assert self.out is not None, "a record in far memory was written"
+        engine = self.engine
+        self.prepare_load()
+        assert self._prepared is not None, "just made"
+        buffer, allocated, owner = self._prepared
+        lane = engine.lanes.back if stream is None else stream
+        self.out.order(lane)
+        with engine.backend.unseen():
+            self.back = engine.far.read(self.lease, buffer, backend=engine.backend, stream=lane, ready=allocated)
+        self._prepared = None
+        self.stream = owner
+        self.device_bytes = buffer
+        self.residency = target
+
+    def finish_load(self) -> None:
+        """Order the current stream after the load; from here on its kernels may read the bytes."""
+        target = next_residency(self.residency, Move.FINISH_LOAD)
+        assert self.back is not None, "a load is in flight"
+        self.back.order(self.engine.backend.current_stream())
+        self.residency = target
+
+    def note_reader(self) -> None:
+        """Remember a consumer on another stream than the one whose pool owns the buffer (see :meth:`_order_owner`)."""
+        stream = self.engine.backend.current_stream()
+        if stream != self.stream and stream not in self._foreign_streams:
+            if self.back is not None:
+                self.back.order(stream)
+            self._foreign_streams.append(stream)
+
+    def _order_owner(self) -> None:
+        """Nothing queued later on the owner stream may run before every copy and every foreign reader is done."""
+        if self.out is not None:
+            self.out.order(self.stream)
+        if self.back is not None:
+            self.back.order(self.stream)
+        for reader in self._foreign_streams:
+            self.engine.backend.wait_event(self.stream, self.engine.backend.record_event(reader))
+        self._foreign_streams = []
+
+    def __del__(self) -> None:
+        # Runs on whatever thread drops the last handle, at any point, also inside the engine: it takes no lock.
+        if sys.is_finalizing() or not hasattr(self, "is_wanted"):
+            return
+        if self.device_bytes is not None:
+            # Plain host memory is held by the copy itself, and has no stream-ordered pool to return to.
+            if not self.engine.backend.is_host_memory:
+                with contextlib.suppress(FarMemoryError):  # a failed copy of bytes that nobody wants any more
+                    self._order_owner()
+            self._drop_device_bytes()
+        if self._prepared is not None:
+            self.engine.ledger.append(-self.nbytes)
+        if self.lease is not None:
+            self.engine.far.release(self.lease, self.back if self.back is not None else self.out)

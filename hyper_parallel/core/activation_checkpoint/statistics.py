@@ -1,0 +1,147 @@
+"""What happened to saved values: counters that the engine fills, and the frozen record that people read."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from hyper_parallel.core.activation_checkpoint.far.tier import TierStatistics
+
+__all__ = ["Counters", "KeepReason", "SwapStats"]
+
+SCHEMA = 1
+
+
+class KeepReason:
+    """Why a value that could have been swapped stays on the device. Plain strings: they are keys of a report."""
+
+    SMALL = "below_min_bytes"
+    HOST = "already_on_host"
+    PARAMETER = "parameter"
+    EMPTY = "empty"
+    EXOTIC = "no_plain_storage"  # sparse, nested, quantized, wrapper subclasses
+    IN_BACKWARD = "saved_during_backward"  # a replay, or a graph of the gradient
+    POLICY = "policy"
+    TAIL = "needed_first"
+    OVER_LIMIT = "over_limit"
+    NO_SPACE = "no_space"
+    LAST_GROUP = "last_group"
+    PROTECTED = "protected_output"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SwapStats:
+    """A snapshot of everything counted since the last reset. Bytes and microseconds."""
+
+    schema: int = SCHEMA
+    saved_bytes: int
+    recomputed_bytes: int
+    swapped_out_bytes: int
+    swapped_in_bytes: int
+    kept_bytes: Mapping[str, int]
+    kept_count: Mapping[str, int]
+    replayed_ops: Mapping[str, int]
+    overruled: Mapping[str, int]
+    bytes_by_tag: Mapping[str, int]
+    hidden_copy_us: float
+    exposed_copy_us: float
+    peak_resident_bytes: int
+    pinned_bytes: int
+    prefetch_hits: int
+    late_loads: int
+    misses: int
+    shared_copies: int
+    shared_bytes: int
+    live_records: int
+    tiers: tuple[TierStatistics, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        plain: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            plain[field.name] = dict(value) if isinstance(value, Mapping) else value
+        plain["tiers"] = [dataclasses.asdict(tier) for tier in self.tiers]
+        return plain
+
+
+class Counters:
+    """The running totals. One lock, held for an addition only, so that two threads lose nothing."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.trace: Callable[[str, Any], None] | None = None  # told (what, record) at every step of the schedule
+        self.reset()
+
+    def reset(self) -> None:
+        """Start again from zero."""
+        self.saved_bytes = 0
+        self.recomputed_bytes = 0
+        self.swapped_out_bytes = 0
+        self.swapped_in_bytes = 0
+        self.kept_bytes: Counter[str] = Counter()
+        self.kept_count: Counter[str] = Counter()
+        self.replayed_ops: Counter[str] = Counter()
+        self.overruled: Counter[str] = Counter()
+        self.bytes_by_tag: Counter[str] = Counter()
+        self.copy_us = 0.0
+        self.exposed_copy_us = 0.0
+        self.resident_bytes = 0
+        self.peak_resident_bytes = 0
+        self.prefetch_hits = 0
+        self.late_loads = 0
+        self.misses = 0
+        self.shared_copies = 0
+        self.shared_bytes = 0
+
+    def keep(self, reason: str, nbytes: int) -> None:
+        """Count a value that stays."""
+        with self._lock:
+            self.kept_bytes[reason] += nbytes
+            self.kept_count[reason] += 1
+
+    def keep_many(self, reason: str, nbytes: int, count: int) -> None:
+        """The same for ``count`` values at once."""
+        with self._lock:
+            self.kept_bytes[reason] += nbytes
+            self.kept_count[reason] += count
+
+    def add(self, field: str, amount: float) -> None:
+        """Add to one plain total."""
+        with self._lock:
+            setattr(self, field, getattr(self, field) + amount)
+
+    def add_to(self, field: str, key: str, amount: int = 1) -> None:
+        """Add to one entry of a table."""
+        with self._lock:
+            getattr(self, field)[key] += amount
+
+    def snapshot(self, *, tiers: tuple[TierStatistics, ...], live_records: int) -> SwapStats:
+        """The frozen record."""
+        with self._lock:
+            tables = {
+                name: MappingProxyType({key: count for key, count in getattr(self, name).items() if count})
+                for name in ("kept_bytes", "kept_count", "replayed_ops", "overruled", "bytes_by_tag")
+            }
+            return SwapStats(
+                saved_bytes=self.saved_bytes,
+                recomputed_bytes=self.recomputed_bytes,
+                swapped_out_bytes=self.swapped_out_bytes,
+                swapped_in_bytes=self.swapped_in_bytes,
+                hidden_copy_us=max(0.0, self.copy_us - self.exposed_copy_us),
+                exposed_copy_us=self.exposed_copy_us,
+                peak_resident_bytes=self.peak_resident_bytes,
+                pinned_bytes=sum(tier.held_bytes for tier in tiers if tier.name == "pinned"),
+                prefetch_hits=self.prefetch_hits,
+                late_loads=self.late_loads,
+                misses=self.misses,
+                shared_copies=self.shared_copies,
+                shared_bytes=self.shared_bytes,
+                live_records=live_records,
+                tiers=tiers,
+                **tables,
+            )

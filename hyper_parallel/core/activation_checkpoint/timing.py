@@ -1,0 +1,85 @@
+"""How long copies take and how long compute waited for them, without ever waiting itself.
+
+Every measurement is a pair of device events that is read later, once both are known to be done. The host runs far ahead
+of the device, so "was this load late?" cannot be asked when the host unpacks it: it is a question about two moments on
+the device, answered a little later from the events.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+from hyper_parallel.core.activation_checkpoint.border import Completion, DeviceBackend, Event, StreamCompletion
+from hyper_parallel.core.activation_checkpoint.statistics import Counters
+
+__all__ = ["LinkClock"]
+
+_FIRST_HORIZON_US: Final = 8_000.0
+_LONGEST_HORIZON_US: Final = 40_000.0
+_HORIZON_GROWTH: Final = 1.25
+_LATE_US: Final = 50.0  # below this a wait is the cost of the events themselves
+_SETTLE_EVERY: Final = 128
+_FIRST_PREFETCH_BYTES: Final = 256 * 2**20
+
+
+class LinkClock:
+    """The measured link of one device, both directions, and the stalls it caused."""
+
+    def __init__(self, backend: DeviceBackend, counters: Counters) -> None:
+        self._backend = backend
+        self._counters = counters
+        self._copies: deque[tuple[Event, Event, int, bool]] = deque()
+        self._stalls: deque[tuple[Event, Event, bool]] = deque()
+        self._horizon_us = _FIRST_HORIZON_US
+        self.out_bytes_per_us: float | None = None
+        self.back_bytes_per_us: float | None = None
+
+    @property
+    def prefetch_bytes(self) -> int:
+        """What the link brings back within the horizon; a guess until it was measured."""
+        if self.back_bytes_per_us is None:
+            return _FIRST_PREFETCH_BYTES
+        return int(self.back_bytes_per_us * self._horizon_us)
+
+    def copied(self, completion: Completion | None, nbytes: int, *, is_out: bool) -> None:
+        """A copy of ``nbytes`` was queued."""
+        if isinstance(completion, StreamCompletion):
+            self._copies.append((completion.start, completion.end, nbytes, is_out))
+            if len(self._copies) % _SETTLE_EVERY == 0:
+                self.settle()  # a forward that no backward follows must not let the list grow
+
+    def stalled(self, completion: Completion, *, is_load: bool = False) -> None:
+        """Compute is about to be ordered after a copy: from this moment on it may have to wait for it."""
+        if isinstance(completion, StreamCompletion):
+            arrival = self._backend.record_event(self._backend.current_stream(), timing=True)
+            self._stalls.append((arrival, completion.end, is_load))
+
+    def settle(self) -> None:
+        """Read every measurement that is done by now."""
+        is_late = False
+        while self._stalls and self._both_done(self._stalls[0][0], self._stalls[0][1]):
+            arrival, end, is_load = self._stalls.popleft()
+            waited_us = self._backend.elapsed_us(arrival, end)
+            if waited_us > _LATE_US:
+                self._counters.add("exposed_copy_us", waited_us)
+                if is_load:
+                    self._counters.add("late_loads", 1)
+                    is_late = True
+        while self._copies and self._both_done(self._copies[0][0], self._copies[0][1]):
+            self._measure(*self._copies.popleft())
+        if is_late:
+            self._horizon_us = min(self._horizon_us * _HORIZON_GROWTH, _LONGEST_HORIZON_US)
+
+    def _both_done(self, first: Event, second: Event) -> bool:
+        return self._backend.event_is_done(first) and self._backend.event_is_done(second)
+
+    def _measure(self, start: Event, end: Event, nbytes: int, is_out: bool) -> None:
+        duration_us = self._backend.elapsed_us(start, end)
+        if duration_us <= 0:
+            return
+        self._counters.add("copy_us", duration_us)
+        name = "out_bytes_per_us" if is_out else "back_bytes_per_us"
+        known: float | None = getattr(self, name)
+        rate = nbytes / duration_us
+        setattr(self, name, rate if known is None else 0.9 * known + 0.1 * rate)

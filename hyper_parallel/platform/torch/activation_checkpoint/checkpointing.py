@@ -1,0 +1,185 @@
+"""``checkpoint`` and ``swap`` on torch: torch's own non-reentrant checkpoint, with our contexts inside and our hooks outside."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from hyper_parallel.config import SwapConfig
+from hyper_parallel.core.activation_checkpoint.record import Position
+from hyper_parallel.errors import PolicyError
+from hyper_parallel.platform.base.trees import tree_map
+from hyper_parallel.platform.torch import compat
+from hyper_parallel.platform.torch.activation_checkpoint.devices import refuse_capture
+from hyper_parallel.platform.torch.activation_checkpoint.graph import next_sequence
+from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import AsyncSaveOnCpu, TensorPolicy
+from hyper_parallel.platform.torch.activation_checkpoint.selective import create_selective_checkpoint_contexts
+
+__all__ = ["checkpoint", "framework_checkpoint", "label_of", "noop_context_fn", "swap"]
+
+ContextPair = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
+
+_EAGER_ONLY = (
+    "hyper_parallel regions run eagerly: torch.compile breaks the graph here. Compile the module inside the wrapper instead "
+    "(checkpoint_wrapper(torch.compile(layer))) to have both."
+)
+
+
+def label_of(function: Any) -> str:
+    """The function or module as errors name it."""
+    owner = getattr(function, "__self__", function)
+    if isinstance(owner, torch.nn.Module):
+        return type(getattr(owner, "wrapped_module", owner)).__name__
+    return str(getattr(function, "__qualname__", type(function).__name__))
+
+
+def noop_context_fn() -> ContextPair:
+    """A pair of contexts that do nothing."""
+    return contextlib.nullcontext(), contextlib.nullcontext()
+
+
+def framework_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Torch's own checkpoint, always non-reentrant."""
+    if kwargs.pop("use_reentrant", False):
+        raise ValueError("checkpoint: use_reentrant=True is not supported; leave it out or give False")
+    return compat.checkpoint(function, *args, **kwargs)
+
+
+class _Both:
+    """Two contexts as one, the first outside."""
+
+    def __init__(self, outer: Any, inner: Any) -> None:
+        self._outer = outer
+        self._inner = inner
+        self._stack: contextlib.ExitStack | None = None
+
+    def __enter__(self) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._outer)
+            stack.enter_context(self._inner)
+            self._stack = stack.pop_all()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        assert self._stack is not None, "entered"
+        stack, self._stack = self._stack, None
+        return stack.__exit__(kind, error, trace)
+
+
+@compat.run_eagerly(_EAGER_ONLY)
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    swap_inputs: bool = False,
+    policy_fn: Any = None,
+    context_fn: Callable[[], ContextPair] | None = None,
+    early_stop: bool = True,
+    swap_config: SwapConfig | None = None,
+    **kwargs: Any,
+) -> Any:
+    """See ``hyper_parallel.checkpoint``."""
+    if not callable(function):
+        raise TypeError(f"checkpoint: expected a module or a callable, got {function!r}")
+    where = f"checkpoint of {label_of(function)}"
+    if policy_fn is None and not swap_inputs:
+        return _run(function, args, kwargs, context_fn=context_fn, early_stop=early_stop)
+    refuse_capture(where)
+    position = Position(next_sequence())
+
+    def contexts() -> ContextPair:
+        ours: ContextPair = (
+            noop_context_fn()
+            if policy_fn is None
+            else create_selective_checkpoint_contexts(
+                policy_fn, swap_config=swap_config, where=where, position=position
+            )
+        )
+        if context_fn is None:
+            return ours
+        theirs = context_fn()
+        return _Both(theirs[0], ours[0]), _Both(theirs[1], ours[1])
+
+    if not swap_inputs:
+        return _run(function, args, kwargs, context_fn=contexts, early_stop=early_stop)
+    inputs = _FlatInputs(function, args, kwargs)
+    with AsyncSaveOnCpu(swap_config=swap_config, where=f"inputs of {where}", position=position):
+        output = _run(
+            inputs.call, inputs.tensors, inputs.framework_keywords, context_fn=contexts, early_stop=early_stop
+        )
+    position.sequence = next_sequence()
+    return output
+
+
+def _run(
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: dict[str, Any],
+    *,
+    context_fn: Callable[[], ContextPair] | None,
+    early_stop: bool,
+) -> Any:
+    if context_fn is None:
+        return framework_checkpoint(function, *args, early_stop=early_stop, **kwargs)
+    return framework_checkpoint(function, *args, context_fn=context_fn, early_stop=early_stop, **kwargs)
+
+
+_FRAMEWORK_KEYWORDS = frozenset({"use_reentrant", "preserve_rng_state", "determinism_check", "debug"})
+
+
+class _FlatInputs:
+    """A call with its tensors laid out flat.
+
+    Torch's checkpoint packs the tensors among its positional arguments only. Those in keywords and inside lists, dicts
+    or dataclasses would be caught by a closure and never leave, so they are passed by position and put back inside.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.framework_keywords = {name: kwargs[name] for name in kwargs if name in _FRAMEWORK_KEYWORDS}
+        own = {name: value for name, value in kwargs.items() if name not in _FRAMEWORK_KEYWORDS}
+        self._function = function
+        self._tree = tree_map(self._take, (tuple(args), own))
+
+    def _take(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        self.tensors.append(leaf)
+        return _Place(len(self.tensors) - 1)
+
+    def call(self, *tensors: torch.Tensor) -> Any:
+        """The function, with the tensors put back where they were."""
+        args, kwargs = tree_map(lambda leaf: tensors[leaf.index] if isinstance(leaf, _Place) else leaf, self._tree)
+        return self._function(*args, **kwargs)
+
+
+class _Place:
+    """Stands for a tensor in a tree."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+@compat.run_eagerly(_EAGER_ONLY)
+def swap(
+    function: Callable[..., Any],
+    *args: Any,
+    policy_fn: TensorPolicy | None = None,
+    swap_config: SwapConfig | None = None,
+    **kwargs: Any,
+) -> Any:
+    """See ``hyper_parallel.swap``."""
+    if not callable(function):
+        raise TypeError(f"swap: expected a module or a callable, got {function!r}")
+    if policy_fn is not None and not callable(policy_fn):
+        raise PolicyError(
+            f"swap of {label_of(function)}: the tensor policy must be a function of one tensor, got {policy_fn!r}"
+        )
+    with AsyncSaveOnCpu(policy_fn, swap_config=swap_config, where=f"swap of {label_of(function)}"):
+        return function(*args, **kwargs)

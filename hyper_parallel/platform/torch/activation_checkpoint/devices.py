@@ -1,0 +1,194 @@
+"""Torch devices as the engine sees them: an accelerator with real streams, or host memory with a file behind it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import weakref
+from typing import Any
+
+import torch
+
+from hyper_parallel.config import SwapConfig
+from hyper_parallel.core.activation_checkpoint.border import DeviceBackend, Event, FlatBytes, Stream
+from hyper_parallel.core.activation_checkpoint.swap import SwapManager
+from hyper_parallel.errors import CaptureError
+from hyper_parallel.platform.torch.activation_checkpoint.storages import unseen
+
+__all__ = ["AcceleratorBackend", "HostBackend", "backend_for", "refuse_capture"]
+
+
+class AcceleratorBackend:
+    """One accelerator of any vendor that torch names a device module for (``torch.cuda``, ``torch.npu``, ``torch.xpu``)."""
+
+    is_host_memory = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.name = str(device)
+        self._module: Any = torch.get_device_module(device)  # torch.cuda | torch.npu | torch.xpu
+
+    def unseen(self) -> contextlib.AbstractContextManager[None]:
+        """See the border."""
+        return unseen()
+
+    def current_stream(self) -> Stream:
+        """See the border."""
+        return self._module.current_stream(self.device)
+
+    def new_stream(self) -> Stream:
+        """See the border."""
+        return self._module.Stream(device=self.device)
+
+    def record_event(self, stream: Stream, *, timing: bool = False) -> Event:
+        """See the border."""
+        event = self._module.Event(enable_timing=timing)
+        event.record(stream)
+        return event
+
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        """See the border."""
+        stream.wait_event(event)
+
+    def event_is_done(self, event: Event) -> bool:
+        """See the border."""
+        return bool(event.query())
+
+    def synchronize_event(self, event: Event) -> None:
+        """See the border."""
+        event.synchronize()
+
+    def elapsed_us(self, start: Event, end: Event) -> float:
+        """See the border."""
+        return float(start.elapsed_time(end)) * 1e3
+
+    def allocate(self, nbytes: int) -> FlatBytes:
+        """See the border."""
+        with torch._C._DisableTorchDispatch():
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """See the border."""
+        return isinstance(error, torch.OutOfMemoryError)
+
+    def allocate_host(self, nbytes: int, *, pinned: bool) -> FlatBytes:
+        """See the border. Page-locks a block of exactly this size: torch's own pinned cache rounds to powers of two."""
+        with torch._C._DisableTorchDispatch():
+            try:
+                if not pinned:
+                    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+                if self.device.type == "cuda":
+                    return _page_locked(nbytes)
+                return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            except (RuntimeError, torch.OutOfMemoryError) as error:
+                raise MemoryError(
+                    f"{self.name}: the host refused {nbytes} bytes of {'pinned ' * pinned}memory"
+                ) from error
+
+    def copy(self, destination: FlatBytes, source: FlatBytes, stream: Stream) -> None:
+        """See the border."""
+        with torch._C._DisableTorchDispatch(), torch.no_grad(), self._module.stream(stream):
+            destination.copy_(source, non_blocking=True)
+
+    def host_view(self, flat: FlatBytes) -> memoryview:
+        """See the border."""
+        return memoryview(flat.numpy())
+
+
+def _page_locked(nbytes: int) -> torch.Tensor:
+    """Exactly ``nbytes`` of page-locked memory, unlocked again when the tensor's storage dies."""
+    block = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    runtime = torch.cuda.cudart()
+    address = block.data_ptr()
+    code = runtime.cudaHostRegister(address, nbytes, 0)
+    if int(code) != 0:
+        raise MemoryError(f"cudaHostRegister refused {nbytes} bytes (code {int(code)})")
+    weakref.finalize(block.untyped_storage(), runtime.cudaHostUnregister, address)
+    return block
+
+
+class HostBackend:
+    """Host memory as the device: compute is synchronous, so order is program order and only files are asynchronous."""
+
+    is_host_memory = True
+    name = "cpu"
+
+    def unseen(self) -> contextlib.AbstractContextManager[None]:
+        """See the border."""
+        return unseen()
+
+    def current_stream(self) -> Stream:
+        """See the border."""
+        return None
+
+    def new_stream(self) -> Stream:
+        """See the border."""
+        return None
+
+    def record_event(self, stream: Stream, *, timing: bool = False) -> Event:
+        """See the border."""
+        return time.perf_counter_ns()
+
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        """See the border."""
+
+    def event_is_done(self, event: Event) -> bool:
+        """See the border."""
+        return True
+
+    def synchronize_event(self, event: Event) -> None:
+        """See the border."""
+
+    def elapsed_us(self, start: Event, end: Event) -> float:
+        """See the border."""
+        return float(end - start) / 1e3
+
+    def allocate(self, nbytes: int) -> FlatBytes:
+        """See the border."""
+        with torch._C._DisableTorchDispatch():
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """See the border."""
+        return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+
+    def allocate_host(self, nbytes: int, *, pinned: bool) -> FlatBytes:
+        """See the border."""
+        return self.allocate(nbytes)
+
+    def copy(self, destination: FlatBytes, source: FlatBytes, stream: Stream) -> None:
+        """See the border."""
+        with torch._C._DisableTorchDispatch(), torch.no_grad():
+            destination.copy_(source)
+
+    def host_view(self, flat: FlatBytes) -> memoryview:
+        """See the border."""
+        return memoryview(flat.numpy())
+
+
+def backend_for(device: torch.device, config: SwapConfig) -> DeviceBackend | None:
+    """The device's backend; None where its tensors are already in host memory and no file was named for them."""
+    manager = SwapManager()
+    simulated = manager.backends.get(("torch", device.type))
+    if simulated is not None:
+        return simulated
+    if device.type in ("meta", "cpu") and not (device.type == "cpu" and "disk" in config.tiers):
+        return None
+    if device.type != "cpu" and device.index is None:
+        device = torch.device(device.type, torch.get_device_module(device).current_device())
+    key = ("torch", str(device))
+    backend = manager.backends.get(key)
+    if backend is None:
+        backend = HostBackend() if device.type == "cpu" else AcceleratorBackend(device)
+        backend = manager.backends.setdefault(key, backend)
+    return backend
+
+
+def refuse_capture(where: str) -> None:
+    """Raise while a device graph is being captured: a replay of it would reuse buffers that this step lent and took back."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise CaptureError(
+            f"{where}: cannot swap or replay activations while a CUDA graph is captured, because the captured copies would "
+            "be repeated with buffers that belong to this step only. Capture a part of the model without an active region, "
+            "or leave the wrapper off it."
+        )

@@ -1,0 +1,75 @@
+"""The autograd engine, as far as the schedule needs it: which backward runs, what it will still reach, when it ends."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from hyper_parallel.core.activation_checkpoint.forecast import Reach
+
+__all__ = ["GraphTask", "current_task", "is_in_backward", "next_sequence"]
+
+_ENGINE: Any = torch.autograd.Variable._execution_engine  # torch._C._EngineBase
+_NEVER_ORDERED = 2**63  # gradient accumulators carry the largest number there is
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs inside a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def next_sequence() -> int:
+    """The number that the next node of this thread's graph will get."""
+    return torch.autograd._get_sequence_nr()
+
+
+class GraphTask:
+    """The backward that runs on this thread now."""
+
+    __slots__ = ("key",)
+
+    def __init__(self, key: Hashable) -> None:
+        self.key = key
+
+    def reach(self) -> Reach:
+        """Walk from the running node to everything it leads to."""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return lambda _first, _last: False
+        numbers = sorted(_reachable_numbers(node))
+
+        def reaches(first: int, last: int) -> bool:
+            at = bisect.bisect_left(numbers, first)
+            # A value that a region saved before its first node carries the number of the node before it.
+            return at < len(numbers) and numbers[at] <= last + 1
+
+        return reaches
+
+    def at_end(self, callback: Callable[[], None]) -> None:
+        """Run ``callback`` when the graph task is over; torch does not call it when backward raises."""
+        _ENGINE.queue_callback(callback)
+
+
+def _reachable_numbers(start: Any) -> set[int]:  # start: torch.autograd.graph.Node
+    numbers: set[int] = set()
+    seen = {start}
+    stack = [start]
+    while stack:
+        node = stack.pop()
+        number = node._sequence_nr()
+        if number < _NEVER_ORDERED:
+            numbers.add(number)
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append(child)
+    return numbers
+
+
+def current_task() -> GraphTask | None:
+    """The backward of this thread; None outside one (a debugger that looks at ``grad_fn._saved_self``)."""
+    key = torch._C._current_graph_task_id()
+    return None if key == -1 else GraphTask(key)

@@ -1,0 +1,63 @@
+"""What an op is, as far as keeping its output goes. Decided once per op and remembered.
+
+Never kept, always replayed, whatever a policy says:
+
+* in-place ops: their output is their input, which the replay makes again;
+* views: free to make again, and a fresh tensor in place of a view would be wrong;
+* factories: the replay fills what they make;
+* ``c10d`` collectives: their schema does not show that they write an argument, so a kept result is silently wrong.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+__all__ = ["OpFacts", "facts_of"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpFacts:
+    """One op, seen from a selective region."""
+
+    is_ignored: bool = False  # asks about a tensor, makes nothing
+    replay_reason: str | None = None
+    is_random: bool = False
+    writes: tuple[int | str, ...] = ()  # the arguments it changes, by position or keyword
+    writes_anything: bool = False  # its schema does not say which
+
+
+@functools.lru_cache(maxsize=4096)
+def facts_of(op: Any) -> OpFacts:  # op: torch._ops.OpOverload | torch._ops.HigherOrderOperator
+    """The facts of an op."""
+    if op in SAC_IGNORED_OPS:
+        return OpFacts(is_ignored=True)
+    schema = getattr(op, "_schema", None)
+    is_random = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
+    if schema is None:
+        return OpFacts(is_random=is_random)
+    if op.namespace == "c10d":
+        return OpFacts(replay_reason="collective", is_random=is_random, writes_anything=True)
+    writes = tuple(
+        argument.name if argument.kwarg_only else position
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    if schema.is_mutable:
+        return OpFacts(replay_reason="in_place", is_random=is_random, writes=writes)
+    if any(result.alias_info is not None for result in schema.returns):
+        return OpFacts(replay_reason="view", is_random=is_random)
+    if _is_factory(op, schema):
+        return OpFacts(replay_reason="factory", is_random=is_random)
+    return OpFacts(is_random=is_random)
+
+
+def _is_factory(op: Any, schema: Any) -> bool:  # torch._ops.OpOverload, torch.FunctionSchema
+    name = op.overloadpacket.__name__
+    if name.endswith("_like") or name.startswith("new_"):
+        return True
+    return not any("Tensor" in str(argument.type) for argument in schema.arguments)

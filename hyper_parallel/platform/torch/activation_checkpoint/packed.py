@@ -1,0 +1,94 @@
+"""What autograd holds instead of a saved tensor.
+
+``Handle`` is a record and the view to make of it; ``Kept`` is an alias of a value that stays. Both remember the version
+they saw, because torch's own in-place check is off under hooks. Neither knows when it is needed; the refcount of the
+one that a graph holds is the only lifetime there is.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+
+from hyper_parallel.core.activation_checkpoint.record import Record
+from hyper_parallel.errors import InPlaceChangeError
+from hyper_parallel.platform.torch.activation_checkpoint.graph import current_task
+from hyper_parallel.platform.torch.activation_checkpoint.storages import ViewSpec
+
+__all__ = ["Handle", "Kept", "raise_changed"]
+
+
+def raise_changed(*, where: str, shape: torch.Size, dtype: torch.dtype, version: int, now: int) -> NoReturn:
+    """The error of a value that was changed between its save and its use."""
+    node = torch._C._current_autograd_node()
+    wanted_by = "outside backward" if node is None else f"wanted by {node.name()}"
+    raise InPlaceChangeError(
+        f"{where}: a saved tensor {tuple(shape)} {dtype}, {wanted_by}, was changed in place after it was saved "
+        f"(saved at version {version}, now at version {now}). Backward would read other values than forward did. "
+        "Replace the in-place operation that follows the save by its out-of-place form (x = x + y), or clone the tensor first."
+    )
+
+
+class Kept:
+    """A value that stays on the device."""
+
+    __slots__ = ("tensor", "version", "where")
+
+    def __init__(self, tensor: torch.Tensor, version: int, where: str) -> None:
+        self.tensor = tensor  # an alias, never the saved tensor itself
+        self.version = version
+        self.where = where
+
+    def unpack(self) -> torch.Tensor:
+        """The value, if nobody changed it."""
+        if self.tensor._version != self.version:
+            raise_changed(
+                where=self.where,
+                shape=self.tensor.shape,
+                dtype=self.tensor.dtype,
+                version=self.version,
+                now=self.tensor._version,
+            )
+        return self.tensor
+
+
+class Handle:
+    """A value whose bytes a record keeps, wherever they are."""
+
+    __slots__ = ("record", "token", "version", "view", "where")
+
+    def __init__(self, record: Record, view: ViewSpec, *, token: torch.Tensor, version: int, where: str) -> None:
+        self.record = record
+        self.view = view
+        self.token = token
+        self.version = version
+        self.where = where
+
+    def is_unchanged(self) -> bool:
+        """Whether nobody changed the source in place since it was saved."""
+        return self.token._version == self.version
+
+    def _check_unchanged(self) -> None:
+        if not self.is_unchanged():
+            raise_changed(
+                where=self.where,
+                shape=self.view.size,
+                dtype=self.view.dtype,
+                version=self.version,
+                now=self.token._version,
+            )
+
+    def unpack(self) -> torch.Tensor:
+        """The exact view, on the device, ordered for the current stream. Repeatable. Raises where the plain step would."""
+        self._check_unchanged()
+        return self.view.over(self.record.engine.fetch(self.record, current_task()))
+
+    def unpack_value(self, *, checks_version: bool) -> torch.Tensor:
+        """The same for a value that the framework would recompute: a later change of the source is no fault.
+
+        The far copy still holds the value when it was ordered before the change; otherwise it may not, and we raise.
+        """
+        if checks_version and not self.record.snapshot_is_exact:
+            self._check_unchanged()
+        return self.view.over(self.record.engine.fetch(self.record, current_task()))

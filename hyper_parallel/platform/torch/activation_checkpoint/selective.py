@@ -1,0 +1,390 @@
+"""Selective checkpointing: one region, every op instance saved, swapped or recomputed.
+
+A pair of dispatch modes behind torch's own non-reentrant checkpoint. The forward mode runs each op, asks the policy
+once and files what became of the output under (op, how many of that op came before). The replay mode looks the same key
+up. Entries are not consumed, so a second backward, a double backward and a retry after an exception find them again.
+
+Rules
+-----
+1. Views, in-place ops, factories and ``c10d`` collectives are replayed whatever the policy says (``ops``).
+2. A random op that the replay skips leaves the random stream behind; every later random op that *is* replayed gets the
+   state it had in forward.
+3. An in-place op that changes a filed output is seen by the forward mode before it runs. A swapped one is ordered after
+   its copy out, a saved one is copied first; the replay then hands out a copy, because it will apply the same change again.
+4. A change that happens outside the region shows in the version counter, and raises.
+5. Our own tensor ops run unseen, so that an outer region's counting is not shifted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hyper_parallel.config import SwapConfig
+from hyper_parallel.core.activation_checkpoint.activation_checkpoint import CheckpointPolicy
+from hyper_parallel.core.activation_checkpoint.engine import Engine
+from hyper_parallel.core.activation_checkpoint.policy import (
+    ByOpName,
+    PolicyContext,
+    as_op_policy,
+    checked_answer,
+    op_label,
+)
+from hyper_parallel.core.activation_checkpoint.record import Position
+from hyper_parallel.core.activation_checkpoint.statistics import KeepReason
+from hyper_parallel.core.activation_checkpoint.swap import SwapManager
+from hyper_parallel.errors import ReplayMismatchError, SwapImpossibleError
+from hyper_parallel.platform.torch.activation_checkpoint.graph import current_task, next_sequence
+from hyper_parallel.platform.torch.activation_checkpoint.ops import OpFacts, facts_of
+from hyper_parallel.platform.torch.activation_checkpoint.packed import Handle, Kept
+from hyper_parallel.platform.torch.activation_checkpoint.random_state import RandomState
+from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import Packer
+from hyper_parallel.platform.torch.activation_checkpoint.storages import alias, unseen
+
+__all__ = ["ForwardMode", "Region", "ReplayMode", "create_selective_checkpoint_contexts"]
+
+_RECOMPUTES = frozenset({CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE})
+_CONTEXT = PolicyContext()
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+class Replayed:
+    """An op instance that the replay runs again."""
+
+    __slots__ = ("random_state",)
+
+    def __init__(self, random_state: RandomState | None) -> None:
+        self.random_state = random_state
+
+
+class Filed:
+    """An op instance whose output the replay hands out."""
+
+    __slots__ = ("is_changed_later", "output", "shapes")
+
+    def __init__(self, output: Any, shapes: Shapes) -> None:
+        self.output = output  # the op's output with every tensor packed
+        self.shapes = shapes
+        self.is_changed_later = False
+
+
+class Region:
+    """One call of a checkpointed function: what became of each op instance."""
+
+    def __init__(
+        self,
+        policy: Any,
+        *,
+        where: str,
+        config: SwapConfig | None = None,
+        position: Position | None = None,
+        allows_mutation: bool = False,
+    ) -> None:
+        self.policy = policy
+        self.where = where
+        self.position = position if position is not None else Position(next_sequence())
+        self.allows_mutation = allows_mutation
+        self.entries: dict[Any, list[Replayed | Filed]] = {}
+        self.filed_by_storage: dict[int, list[Filed]] = {}
+        self.packer = Packer(config=config, where=where, position=self.position)
+        self.engines: set[Engine] = set()
+
+    def close(self) -> None:
+        """Forward is over: from here the region's values are wanted when backward reaches its last node."""
+        self.position.sequence = next_sequence()
+        self.filed_by_storage = {}
+        self.packer.flush()
+
+
+class ForwardMode(TorchDispatchMode):
+    """Runs each op and files what becomes of its output."""
+
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self._region = region
+        self._answers: dict[Any, CheckpointPolicy] | None = {} if isinstance(region.policy, ByOpName) else None
+        self._has_skipped_random = False
+        self._recomputed_bytes = 0
+        self._saved_bytes = 0
+        self._replayed: dict[str, int] = {}
+        self._index = 0
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        self._region.close()
+        counters = SwapManager().counters
+        counters.add("recomputed_bytes", self._recomputed_bytes)
+        counters.add("saved_bytes", self._saved_bytes)
+        for reason, count in self._replayed.items():
+            counters.add_to("replayed_ops", reason, count)
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one op."""
+        if kwargs is None:
+            kwargs = {}
+        facts = facts_of(op)
+        if facts.is_ignored:
+            return op(*args, **kwargs)
+        entries = self._region.entries.get(op)
+        if entries is None:
+            entries = self._region.entries[op] = []
+        if facts.replay_reason is not None:
+            return self._run_replayed(op, facts, entries, args, kwargs)
+        policy = self._ask(op, args, kwargs)
+        if policy in _RECOMPUTES:
+            entries.append(Replayed(self._state_before(facts, args)))
+            output = op(*args, **kwargs)
+            self._recomputed_bytes += _bytes_of(output)
+            return output
+        entry = Replayed(None)  # what an exception inside the op leaves behind
+        entries.append(entry)
+        output = op(*args, **kwargs)
+        self._has_skipped_random |= facts.is_random
+        entries[-1] = self._file(op, policy, output, args)
+        return output
+
+    def _run_replayed(
+        self, op: Any, facts: OpFacts, entries: list[Replayed | Filed], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        assert facts.replay_reason is not None, "asked by the caller"
+        self._replayed[facts.replay_reason] = self._replayed.get(facts.replay_reason, 0) + 1
+        if (facts.writes or facts.writes_anything) and not self._region.allows_mutation:
+            self._protect_written(facts, args, kwargs)
+        entries.append(Replayed(self._state_before(facts, args)))
+        return op(*args, **kwargs)
+
+    def _ask(self, op: Any, args: Any, kwargs: dict[str, Any]) -> CheckpointPolicy:
+        if self._answers is not None:
+            known = self._answers.get(op)
+            if known is None:
+                known = self._answers[op] = self._region.policy(_CONTEXT, op)
+            return known
+        answer = self._region.policy(_CONTEXT, op, *args, **kwargs)
+        return checked_answer(answer, op, where=self._region.where)
+
+    def _state_before(self, facts: OpFacts, args: Any) -> RandomState | None:
+        """Rule 2: only once the replay would be out of step is a state worth keeping."""
+        return RandomState.now(args) if facts.is_random and self._has_skipped_random else None
+
+    def _file(self, op: Any, policy: CheckpointPolicy, output: Any, args: Any) -> Filed:
+        pack = self._pack_swapped if policy is CheckpointPolicy.MUST_SWAP else self._pack_saved
+        self._index += 1
+        if isinstance(output, torch.Tensor):
+            packed = pack(op, output)
+        elif isinstance(output, tuple | list):
+            packed = type(output)(pack(op, item) if isinstance(item, torch.Tensor) else item for item in output)
+        else:
+            packed = output
+        filed = Filed(packed, _shapes_of(args))
+        for leaf in _packed_leaves(packed):
+            key = _storage_key(leaf)
+            if key is not None:
+                self._region.filed_by_storage.setdefault(key, []).append(filed)
+        return filed
+
+    def _pack_saved(self, op: Any, tensor: torch.Tensor) -> Kept:
+        self._saved_bytes += tensor.nbytes
+        return self._keep(tensor)
+
+    def _keep(self, tensor: torch.Tensor) -> Kept:
+        if type(tensor) is torch.Tensor:
+            return Kept(alias(tensor, is_below_autograd=True), tensor._version, self._region.where)
+        return Kept(tensor.detach(), tensor._version, self._region.where)
+
+    def _pack_swapped(self, op: Any, tensor: torch.Tensor) -> Kept | Handle:
+        packer, counters = self._region.packer, SwapManager().counters
+        if tensor.layout is not torch.strided:
+            raise SwapImpossibleError(
+                f"{self._region.where}: cannot swap the output of {op_label(op)}, a {tensor.layout} tensor, because it has no "
+                "storage of its own. Let the policy answer MUST_SAVE or MUST_RECOMPUTE for it."
+            )
+        if type(tensor) is not torch.Tensor or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+            counters.keep(KeepReason.EXOTIC, tensor.nbytes)
+            return self._keep(tensor)
+        storage = tensor.untyped_storage()
+        nbytes = storage.nbytes()
+        engine = packer.engine_of(tensor.device)
+        reason = None
+        if nbytes == 0:
+            reason = KeepReason.EMPTY
+        elif engine is None:
+            reason = KeepReason.HOST
+        elif nbytes < packer.config.min_bytes:
+            reason = KeepReason.SMALL
+        if reason is not None or engine is None:
+            counters.keep(reason or KeepReason.HOST, nbytes)
+            return self._keep(tensor)
+        self._region.engines.add(engine)
+        return packer.swap(engine, tensor, storage, nbytes, index=self._index, is_below_autograd=True)
+
+    def _protect_written(self, facts: OpFacts, args: Any, kwargs: dict[str, Any]) -> None:
+        """Rule 3, before the op runs."""
+        filed_by_storage = self._region.filed_by_storage
+        if not filed_by_storage:
+            return
+        if facts.writes_anything:
+            written: list[Any] = [*args, *kwargs.values()]
+        else:
+            written = [
+                kwargs.get(at) if isinstance(at, str) else (args[at] if at < len(args) else None) for at in facts.writes
+            ]
+        for tensor in _tensors_in(written):
+            if type(tensor) is not torch.Tensor:
+                continue
+            for filed in filed_by_storage.pop(tensor.untyped_storage()._cdata, ()):
+                self._protect(filed)
+
+    def _protect(self, filed: Filed) -> None:
+        filed.is_changed_later = True
+        filed.output = _map_packed(filed.output, _settled)
+
+
+class ReplayMode(TorchDispatchMode):
+    """Runs what was not filed, hands out what was."""
+
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self._region = region
+        self._counts: dict[Any, int] = {}
+        self._used: list[Handle] = []
+
+    def __enter__(self) -> ReplayMode:
+        self._counts = {}
+        self._used = []
+        task = current_task()
+        if task is not None:
+            for engine in self._region.engines:
+                engine.expect(task)
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        # The replayed graph holds what it still needs; our own reference would keep all of it to the region's end.
+        for handle in self._used:
+            handle.record.engine.let_go(handle.record)
+        self._used = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replay one op."""
+        if kwargs is None:
+            kwargs = {}
+        if facts_of(op).is_ignored:
+            return op(*args, **kwargs)
+        at = self._counts.get(op, 0)
+        self._counts[op] = at + 1
+        entries = self._region.entries.get(op, [])
+        if at >= len(entries):
+            raise ReplayMismatchError(
+                f"{self._region.where}: the replay ran {op_label(op)} number {at + 1} with inputs {_shapes_of(args)}, but forward ran "
+                f"it {len(entries)} times. The function must run the same ops again: look for branches on data, on global "
+                "state or on whether gradients are enabled."
+            )
+        entry = entries[at]
+        if isinstance(entry, Replayed):
+            if entry.random_state is not None:
+                entry.random_state.restore()
+            return op(*args, **kwargs)
+        shapes = _shapes_of(args)
+        if shapes != entry.shapes:
+            raise ReplayMismatchError(
+                f"{self._region.where}: the replay ran {op_label(op)} number {at + 1} with inputs {shapes}, but forward ran it "
+                f"with {entry.shapes}; its kept output does not fit. The function must run the same ops on the same shapes again."
+            )
+        return _map_packed(entry.output, self._hand_out_copy if entry.is_changed_later else self._hand_out)
+
+    def _hand_out(self, packed: Kept | Handle) -> torch.Tensor:
+        if isinstance(packed, Kept):
+            return packed.tensor if self._region.allows_mutation else packed.unpack()
+        self._used.append(packed)
+        return packed.unpack_value(checks_version=not self._region.allows_mutation)
+
+    def _hand_out_copy(self, packed: Kept | Handle) -> torch.Tensor:
+        """The replay changes this value as forward did; the filed bytes must stay for the next replay."""
+        value = packed.tensor if isinstance(packed, Kept) else packed.unpack_value(checks_version=False)
+        if isinstance(packed, Handle):
+            self._used.append(packed)
+        with unseen():
+            return value.clone()
+
+
+def _settled(packed: Kept | Handle) -> Kept | Handle:
+    """The same value, independent of the tensor that is about to change."""
+    if isinstance(packed, Handle):
+        if packed.record.engine.settle(packed.record):
+            return packed
+        value = packed.view.over(packed.record.device_bytes)
+    else:
+        value = packed.tensor
+    with unseen():
+        copy = value.clone()
+    return Kept(copy, copy._version, packed.where)
+
+
+def _bytes_of(output: Any) -> int:
+    if isinstance(output, torch.Tensor):
+        return output.nbytes if output.layout is torch.strided else 0
+    if isinstance(output, tuple | list):
+        return sum(_bytes_of(item) for item in output)
+    return 0
+
+
+def _shapes_of(args: Any) -> Shapes:
+    return tuple(tuple(arg.shape) for arg in args if isinstance(arg, torch.Tensor))
+
+
+def _tensors_in(values: list[Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found.extend(_tensors_in(list(value)))
+    return found
+
+
+def _packed_leaves(packed: Any) -> list[Kept | Handle]:
+    if isinstance(packed, Kept | Handle):
+        return [packed]
+    if isinstance(packed, tuple | list):
+        return [leaf for item in packed for leaf in _packed_leaves(item)]
+    return []
+
+
+def _map_packed(packed: Any, fn: Callable[[Kept | Handle], Any]) -> Any:
+    if isinstance(packed, Kept | Handle):
+        return fn(packed)
+    if isinstance(packed, tuple | list):
+        return type(packed)(_map_packed(item, fn) for item in packed)
+    return packed
+
+
+def _storage_key(packed: Kept | Handle) -> int | None:
+    if isinstance(packed, Handle):
+        return packed.record.storage_key
+    return packed.tensor.untyped_storage()._cdata if type(packed.tensor) is torch.Tensor else None
+
+
+def create_selective_checkpoint_contexts(
+    policy_fn_or_list: Any,
+    allow_cache_entry_mutation: bool = False,
+    *,
+    swap_config: SwapConfig | None = None,
+    where: str = "checkpoint",
+    position: Position | None = None,
+) -> tuple[ForwardMode, ReplayMode]:
+    """The pair of contexts of one region, for ``torch.utils.checkpoint.checkpoint(context_fn=...)``.
+
+    With ``allow_cache_entry_mutation`` a saved value that was changed in place is used as it is.
+    """
+    region = Region(
+        as_op_policy(policy_fn_or_list, where=where),
+        where=where,
+        config=swap_config,
+        position=position,
+        allows_mutation=allow_cache_entry_mutation,
+    )
+    return ForwardMode(region), ReplayMode(region)

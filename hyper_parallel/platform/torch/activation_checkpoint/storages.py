@@ -1,0 +1,117 @@
+"""Facts about torch tensors that the engine relies on: identity, version, aliases, and how to make a view again.
+
+Note: versions without bytes
+    Autograd's own in-place check is off wherever hooks pack a value, so we check ourselves. A ``detach()`` shares its
+    tensor's version counter; giving that alias other ``data`` keeps the counter and lets go of the bytes. What remains
+    is a token that sees every later in-place change and holds no memory.
+
+Note: below the counter
+    A dispatch mode runs below the kernels that share and bump version counters, so an alias made there has a counter of
+    its own. ``_ADINPLACE`` is let in again for the moment in which a mode makes an alias.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hyper_parallel.core.activation_checkpoint.border import FlatBytes
+
+__all__ = ["ViewSpec", "alias", "flat_bytes", "is_parameter_derived", "storage_watch", "unseen", "version_token"]
+
+_ADINPLACE = torch._C.DispatchKey.ADInplaceOrView
+_PASS_THROUGH = frozenset(
+    {"TBackward0", "ToCopyBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0",
+     "ReshapeAliasBackward0", "AliasBackward0", "SelectBackward0", "SliceBackward0", "UnsqueezeBackward0", "ExpandBackward0"}
+)  # fmt: skip
+_LONGEST_CHAIN = 6
+
+
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """Our own tensor ops are nobody's business: no dispatch mode sees them, no graph records them."""
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        yield
+
+
+def alias(tensor: torch.Tensor, *, is_below_autograd: bool = False) -> torch.Tensor:
+    """A second tensor over the same bytes and the same version counter; never the tensor itself.
+
+    Handing autograd its own saved output back would be a reference cycle that no collector can break.
+    """
+    if not is_below_autograd:
+        if not torch._C._len_torch_dispatch_stack():
+            return tensor.detach()
+        with torch._C._DisableTorchDispatch():
+            return tensor.detach()
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(_ADINPLACE)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch._C._DisableTorchDispatch():
+        return tensor.detach()
+
+
+def version_token(tensor: torch.Tensor, *, is_below_autograd: bool = False) -> torch.Tensor:
+    """A tensor without bytes that shares the version counter (see "versions without bytes")."""
+    token = alias(tensor, is_below_autograd=is_below_autograd)
+    empty = _empty(tensor.dtype, tensor.device)
+    with torch._C._DisableTorchDispatch():
+        token.data = empty
+    return token
+
+
+@functools.lru_cache(maxsize=256)
+def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with unseen():
+        return torch.empty(0, dtype=dtype, device=device)
+
+
+def flat_bytes(storage: torch.UntypedStorage) -> FlatBytes:
+    """All bytes of a storage, as one flat tensor over it."""
+    with unseen():
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def storage_watch(storage: torch.UntypedStorage) -> Callable[[], bool]:
+    """Whether the storage is still alive. While the watch exists its address names no other storage."""
+    reference = StorageWeakRef(storage)
+    return lambda: not reference.expired()
+
+
+class ViewSpec:
+    """How to make the exact view again: the same size, strides, offset and dtype over the same bytes."""
+
+    __slots__ = ("dtype", "offset", "size", "stride")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype = tensor.dtype
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+
+    def over(self, device_bytes: FlatBytes) -> torch.Tensor:
+        """The view over these bytes."""
+        with unseen():
+            view = torch.empty(0, dtype=self.dtype, device=device_bytes.device)
+            return view.set_(device_bytes.untyped_storage(), self.offset, self.size, self.stride)
+
+
+def is_parameter_derived(tensor: torch.Tensor) -> bool:
+    """A parameter, a view of one, or a cast of one (autocast's copy): it stays anyway, so swapping it frees nothing."""
+    if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
+        return True
+    node: Any = tensor.grad_fn  # torch.autograd.graph.Node
+    for _ in range(_LONGEST_CHAIN):
+        if node is None:
+            return False
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            return isinstance(variable, torch.nn.Parameter)
+        if node.name() not in _PASS_THROUGH:
+            return False
+        node = node.next_functions[0][0]
+    return False

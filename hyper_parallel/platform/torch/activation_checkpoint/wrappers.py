@@ -1,0 +1,224 @@
+"""Wrappers that leave no trace.
+
+A wrapper takes a module's place in the tree. It *shares* the module's own dictionaries of parameters, buffers, children
+and hooks of the state dict, and keeps the module itself outside of them. So names, ``state_dict``, ``.to()``, loading,
+``deepcopy`` and pickling are those of the wrapped module, without a prefix that would have to be stripped somewhere.
+Attributes that the wrapper does not own are read from, and written to, the wrapped module.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyper_parallel.config import SwapConfig
+from hyper_parallel.platform.torch.activation_checkpoint.checkpointing import checkpoint, swap
+from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import TensorPolicy
+
+__all__ = ["ActivationWrapper", "CheckpointWrapper", "FuncModule", "SwapWrapper", "checkpoint_wrapper", "swap_wrapper"]
+
+_SHARED = (
+    "_parameters",
+    "_buffers",
+    "_non_persistent_buffers_set",
+    "_modules",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+class FuncModule(nn.Module):
+    """A plain callable as a module."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__()
+        if not callable(fn):
+            raise TypeError(f"FuncModule: expected a callable, got {fn!r}")
+        self.fn = fn
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+        return self.fn(*args, **kwargs)
+
+
+class ActivationWrapper(nn.Module, abc.ABC):
+    """The base of our wrappers: everything but ``forward``."""
+
+    _wrapped: nn.Module
+    _OWN = frozenset({"_wrapped", "training", "_settings"})
+
+    def __init__(self, module: nn.Module | Callable[..., Any]) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            if not callable(module):
+                raise TypeError(f"{type(self).__name__}: expected a module or a callable, got {module!r}")
+            module = FuncModule(module)
+        self.__dict__["_wrapped"] = module
+        self.__dict__["training"] = module.training
+        self._share()
+
+    def _share(self) -> None:
+        for name in _SHARED:
+            self.__dict__[name] = self._wrapped.__dict__[name]
+
+    @abc.abstractmethod
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module in the wrapper's own way."""
+
+    @property
+    def wrapped_module(self) -> nn.Module:
+        """The innermost module that wrappers of ours stand before."""
+        module = self.__dict__["_wrapped"]
+        return module.wrapped_module if isinstance(module, ActivationWrapper) else module
+
+    # What the wrapper does not own is the wrapped module's.
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_wrapped":
+            raise AttributeError(name)  # not born yet: unpickling asks before there is anything
+        return getattr(self._wrapped, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._OWN or name.startswith("_fsdp") or name in self.__dict__:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._wrapped, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            object.__delattr__(self, name)
+        else:
+            delattr(self._wrapped, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self._wrapped)})
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._wrapped[key]  # type: ignore[index]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._wrapped[key] = value  # type: ignore[operator]
+
+    def __len__(self) -> int:
+        return len(self._wrapped)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._wrapped)  # type: ignore[call-overload,no-any-return]
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._wrapped  # type: ignore[operator]
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._wrapped!r})"
+
+    # Where a module class may have its own ways, they are asked for theirs.
+
+    def train(self, mode: bool = True) -> ActivationWrapper:
+        """Set the mode of the wrapped module; the wrapper follows."""
+        self._wrapped.train(mode)
+        self.__dict__["training"] = mode
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ActivationWrapper:
+        self._wrapped._apply(fn, recurse)
+        self._share()
+        return self
+
+    def extra_repr(self) -> str:
+        """What the wrapped module says of itself."""
+        return self._wrapped.extra_repr()
+
+    def get_extra_state(self) -> Any:
+        """The wrapped module's extra state."""
+        return self._wrapped.get_extra_state()
+
+    def set_extra_state(self, state: Any) -> None:
+        """Hand it to the wrapped module."""
+        self._wrapped.set_extra_state(state)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self._wrapped._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._wrapped._load_from_state_dict(*args, **kwargs)
+
+    def _replicate_for_data_parallel(self) -> Any:
+        replica = super()._replicate_for_data_parallel()
+        replica.__dict__["_wrapped"] = self._wrapped._replicate_for_data_parallel()
+        replica._share()
+        return replica
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()
+
+
+class CheckpointWrapper(ActivationWrapper):
+    """Every call goes through a checkpoint function, ours unless another is given."""
+
+    def __init__(
+        self,
+        module: nn.Module | Callable[..., Any],
+        checkpoint_fn: Callable[..., Any] | None = None,
+        **keywords: Any,
+    ) -> None:
+        super().__init__(module)
+        self._settings = (checkpoint if checkpoint_fn is None else checkpoint_fn, keywords)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module under the checkpoint function."""
+        checkpoint_fn, keywords = self._settings
+        clash = keywords.keys() & kwargs.keys()
+        if clash:
+            raise TypeError(
+                f"CheckpointWrapper({type(self.wrapped_module).__name__}): the call gives {', '.join(sorted(clash))}, which the wrapper "
+                "was made with already; the module's own keyword of that name cannot pass. Wrap a function that renames it."
+            )
+        return checkpoint_fn(self._wrapped, *args, **keywords, **kwargs)
+
+
+class SwapWrapper(ActivationWrapper):
+    """What the wrapped module saves for backward goes to far memory and comes back in time."""
+
+    def __init__(
+        self,
+        mod: nn.Module | Callable[..., Any],
+        policy_fn: TensorPolicy | None = None,
+        *,
+        swap_config: SwapConfig | None = None,
+    ) -> None:
+        super().__init__(mod)
+        self._settings = (policy_fn, swap_config)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module under the swap hooks."""
+        policy_fn, swap_config = self._settings
+        if not torch.is_grad_enabled():
+            return self._wrapped(*args, **kwargs)
+        return swap(self._wrapped, *args, policy_fn=policy_fn, swap_config=swap_config, **kwargs)
+
+
+def checkpoint_wrapper(module: nn.Module | Callable[..., Any], **keywords: Any) -> CheckpointWrapper:
+    """See ``hyper_parallel.checkpoint_wrapper``."""
+    if keywords.get("use_reentrant"):
+        raise ValueError("checkpoint_wrapper: use_reentrant=True is not supported; leave it out or give False")
+    return CheckpointWrapper(module, **keywords)
+
+
+def swap_wrapper(
+    module: nn.Module | Callable[..., Any],
+    policy_fn: TensorPolicy | None = None,
+    *,
+    swap_config: SwapConfig | None = None,
+) -> SwapWrapper:
+    """See ``hyper_parallel.swap_wrapper``."""
+    return SwapWrapper(module, policy_fn, swap_config=swap_config)

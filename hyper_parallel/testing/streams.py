@@ -1,0 +1,187 @@
+"""Simulated copy streams: work that waits to be waited for, and a judge of what may touch what when.
+
+Theory of operation
+-------------------
+*Lazy work.* What is queued on a copy stream runs only when something waits for it (or at random moments, by a seed), so
+a missing wait reads bytes that never arrived, every time and not once a week. The compute stream runs at once.
+
+*Clocks.* Every stream has a vector clock: how far it has seen each other stream. Recording an event takes a snapshot,
+waiting for it joins the snapshot, and the host passes on whatever it saw done. Two accesses to the same bytes of which
+one writes must be ordered by these clocks. That finds a missing order even where the values happen to be right.
+
+This file knows no framework: bytes are (key, start, end).
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from hyper_parallel.errors import HyperParallelError
+
+__all__ = ["Access", "Judge", "SimulatedEvent", "SimulatedStream", "SimulationError", "Timeline"]
+
+Clock = dict[str, int]
+
+
+class SimulationError(HyperParallelError):
+    """Something used bytes of the simulated device at a moment when a real device may not have them."""
+
+
+class SimulatedStream:
+    """One stream: a name, a clock, and what waits to run."""
+
+    def __init__(self, name: str, *, runs_at_once: bool) -> None:
+        self.name = name
+        self.runs_at_once = runs_at_once
+        self.clock: Clock = {name: 0}
+        self.pending: deque[Callable[[], None]] = deque()
+        self.queued = 0
+        self.done = 0
+
+    def __repr__(self) -> str:
+        return f"<simulated stream {self.name}>"
+
+
+class SimulatedEvent:
+    """A point on a stream: done when everything queued before it ran."""
+
+    __slots__ = ("clock", "stream", "target")
+
+    def __init__(self, stream: SimulatedStream) -> None:
+        self.stream = stream
+        self.target = stream.queued
+        self.clock = dict(stream.clock)
+
+
+class Access:
+    """One touch of some bytes by a stream."""
+
+    __slots__ = ("end", "is_write", "start", "stream", "time", "what")
+
+    def __init__(self, stream: SimulatedStream, start: int, end: int, *, is_write: bool, what: str) -> None:
+        self.stream = stream.name
+        self.time = stream.clock[stream.name]
+        self.start = start
+        self.end = end
+        self.is_write = is_write
+        self.what = what
+
+
+class Judge:
+    """Remembers who touched which bytes, and says when two touches have no order."""
+
+    def __init__(self) -> None:
+        self._accesses: dict[int, list[Access]] = {}
+        self.violations: list[str] = []
+
+    def conflict(self, stream: SimulatedStream, key: int, start: int, end: int, *, is_write: bool) -> Access | None:
+        """An earlier touch of the same bytes that this one is not ordered after."""
+        for known in self._accesses.get(key, ()):
+            overlaps = known.start < end and start < known.end
+            is_ordered = known.stream == stream.name or stream.clock.get(known.stream, -1) >= known.time
+            if overlaps and (is_write or known.is_write) and not is_ordered:
+                return known
+        return None
+
+    def touch(self, stream: SimulatedStream, key: int, start: int, end: int, *, is_write: bool, what: str) -> None:
+        """Record a touch; what it covers and is ordered after can be forgotten."""
+        access = Access(stream, start, end, is_write=is_write, what=what)
+        kept = [
+            known
+            for known in self._accesses.get(key, ())
+            if not (
+                start <= known.start
+                and known.end <= end
+                and (is_write or not known.is_write)
+                and (known.stream == stream.name or stream.clock.get(known.stream, -1) >= known.time)
+            )
+        ]
+        self._accesses[key] = [*kept, access]
+
+    def forget(self, key: int) -> None:
+        """The bytes are gone."""
+        self._accesses.pop(key, None)
+
+    def blame(self, message: str) -> None:
+        """Remember a violation that cannot be raised where it happened."""
+        self.violations.append(message)
+
+
+class Timeline:
+    """All streams of one simulated device."""
+
+    def __init__(self, timing: str, seed: int) -> None:
+        known = ("lazy", "random", "eager")
+        if timing not in known:
+            raise ValueError(f"simulated_accelerator: unknown timing {timing!r}; known are {', '.join(known)}")
+        self.timing = timing
+        self._random = random.Random(seed)
+        self.compute = SimulatedStream("compute", runs_at_once=True)
+        self.lanes: list[SimulatedStream] = []
+        self._host_clock: Clock = {}
+
+    def new_lane(self) -> SimulatedStream:
+        """A copy stream."""
+        lane = SimulatedStream(f"copy-{len(self.lanes)}", runs_at_once=False)
+        self.lanes.append(lane)
+        return lane
+
+    def tick(self, stream: SimulatedStream) -> None:
+        """Something is queued on ``stream``: it is after everything the host has seen."""
+        _join(stream.clock, self._host_clock)
+        stream.clock[stream.name] += 1
+
+    def enqueue(self, stream: SimulatedStream, work: Callable[[], None]) -> None:
+        """Queue work."""
+        if stream.runs_at_once:
+            work()
+            return
+        stream.pending.append(work)
+        stream.queued += 1
+        if self.timing == "eager":
+            self._run_until(stream, stream.queued)
+
+    def wait(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
+        """Order what is queued on ``stream`` from now on after ``event``."""
+        _join(stream.clock, event.clock)
+        if stream is not event.stream:
+            self.enqueue(stream, lambda: self._run_until(event.stream, event.target))
+
+    def is_done(self, event: SimulatedEvent) -> bool:
+        """What the host sees; seeing it orders everything queued later."""
+        if event.stream.done < event.target:
+            return False
+        _join(self._host_clock, event.clock)
+        return True
+
+    def synchronize(self, event: SimulatedEvent) -> None:
+        """The host waits."""
+        self._run_until(event.stream, event.target)
+        _join(self._host_clock, event.clock)
+
+    def drift(self) -> None:
+        """Let time pass: under random timing some queued work runs now."""
+        if self.timing == "random":
+            for lane in self.lanes:
+                while lane.pending and self._random.random() < 0.3:
+                    self._run_until(lane, lane.done + 1)
+
+    def drain(self) -> None:
+        """Run everything that is queued."""
+        for lane in self.lanes:
+            self._run_until(lane, lane.queued)
+
+    def _run_until(self, stream: SimulatedStream, target: int) -> None:
+        while stream.done < target and stream.pending:
+            work = stream.pending.popleft()
+            stream.done += 1
+            work()
+
+
+def _join(into: Clock, other: Any) -> None:
+    for name, time in other.items():
+        if into.get(name, -1) < time:
+            into[name] = time
