@@ -3,7 +3,7 @@
 The norm of a whole is made of norms of parts. Each rank takes the norm of what it holds; along every mesh dim that
 shards a gradient the ranks' norms are gathered and combined by the same norm; along a dim that replicates it nothing
 is added. A partial gradient is not yet a gradient, so it is summed first (a copy: the gradient itself stays partial,
-and scaling it commutes with the sum). Gathering norms, not powers of norms, keeps large gradients from overflowing.
+and scaling it commutes with the sum).
 """
 
 from __future__ import annotations
@@ -130,10 +130,9 @@ def _norms(parts: list[torch.Tensor], power: float, foreach: bool | None) -> lis
 
 
 def _gathered(norm: torch.Tensor, group: Any) -> list[torch.Tensor]:
-    size = torch.distributed.get_world_size(group)
-    everyone = norm.new_empty(size)
-    torch.distributed.all_gather_into_tensor(everyone, norm.reshape(1), group=group)
-    return list(everyone)
+    everyone = [torch.empty_like(norm) for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather(everyone, norm, group=group)
+    return everyone
 
 
 def _combine(norms: list[torch.Tensor], power: float) -> torch.Tensor:
