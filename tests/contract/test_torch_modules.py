@@ -213,8 +213,31 @@ def test_threads_do_not_see_each_other_and_nothing_is_patched():
     others_built.set()
     first.join()
     assert found == {"plain": "cpu", "other context": "cpu", "main": "cpu", "in context": "meta"}
-    assert not torch_module._global_parameter_registration_hooks
-    assert not torch_module._global_buffer_registration_hooks
+
+
+@covers("init_on_device")
+def test_many_threads_enter_and_build_at_once():
+    """Each thread goes in and out of contexts while the others are registering parameters."""
+    wrong: list[str] = []
+
+    def work(device: str) -> None:
+        try:
+            for _ in range(50):
+                with platform.init_on_device(device, include_buffers=True):
+                    inside = nn.BatchNorm1d(2)
+                outside = nn.BatchNorm1d(2)
+                if (inside.weight.device.type, outside.weight.device.type) != (device, "cpu"):
+                    wrong.append(f"{device}: {inside.weight.device} and {outside.weight.device}")
+        except Exception as error:
+            wrong.append(repr(error))
+
+    threads = [threading.Thread(target=work, args=(device,)) for device in ("meta", "cpu") * 3]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert len(torch_module._global_parameter_registration_hooks) == 1
 
 
 @covers("init_parameters")

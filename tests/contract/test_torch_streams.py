@@ -67,7 +67,7 @@ def test_checkpoint_recomputes_and_gives_the_same_gradients(model):
 
 @covers("checkpoint")
 def test_checkpoint_is_never_reentrant(model):
-    with pytest.raises(ValueError, match=r"checkpoint: use_reentrant=True is not offered.*Leave it out"):
+    with pytest.raises(ValueError, match=r"checkpoint: use_reentrant=True is not .*leave it out"):
         platform.checkpoint(model, torch.ones(1, 8), use_reentrant=True)
     platform.checkpoint(model, torch.ones(1, 8), use_reentrant=False).sum().backward()
     assert model[0].weight.grad is not None
@@ -107,10 +107,8 @@ def test_a_swapped_module_steps_like_the_plain_one(model):
     plain = step(copy.deepcopy(model))
     wrapped = platform.swap_wrapper(model)
     assert_same_step(step(wrapped), plain)
-    asked = []
-    policy = lambda tensor: asked.append(tuple(tensor.shape)) or CheckpointPolicy.MUST_SAVE  # noqa: E731
     model.zero_grad()
-    assert_same_step(step(platform.swap_wrapper(model, policy)), plain)
+    assert_same_step(step(platform.swap_wrapper(model, lambda tensor: CheckpointPolicy.MUST_SAVE)), plain)
 
 
 @covers("async_save_on_cpu")

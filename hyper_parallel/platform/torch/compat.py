@@ -5,14 +5,19 @@ Whatever reaches below torch's public interface is here and nowhere else, so tha
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
+import torch.utils.checkpoint
 
 __all__ = [
     "DTensor",
     "become",
+    "checkpoint",
     "foreach_norm",
+    "run_eagerly",
     "set_local_tensor",
     "symmetric_memory",
     "symmetric_memory_backend",
@@ -69,4 +74,31 @@ def foreach_norm(tensors: list[torch.Tensor], power: float, dtype: torch.dtype |
 
 def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Give the object ``tensor`` the bytes and attributes of ``other``, of the same class; identity is kept."""
-    torch.utils.swap_tensors(tensor, other)  # type: ignore[no-untyped-call]
+    swap: Any = torch.utils.swap_tensors  # carries no types
+    swap(tensor, other)
+
+
+Fn = TypeVar("Fn", bound=Callable[..., Any])
+
+_TAKES_EARLY_STOP = "early_stop" in inspect.signature(torch.utils.checkpoint.checkpoint).parameters
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, early_stop: bool = True, **kwargs: Any) -> Any:
+    """torch's non-reentrant checkpoint; releases before 2.10 take ``early_stop`` from a context only."""
+    if _TAKES_EARLY_STOP:
+        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, early_stop=early_stop, **kwargs)
+    with torch.utils.checkpoint.set_checkpoint_early_stop(early_stop):
+        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def run_eagerly(reason: str) -> Callable[[Fn], Fn]:
+    """Keep torch.compile out of a function: it breaks the graph there and says why under ``fullgraph=True``."""
+
+    def decorate(function: Fn) -> Fn:
+        try:
+            disabled: Fn = torch.compiler.disable(function, reason=reason)
+        except TypeError:  # 2.8 takes no reason
+            disabled = torch.compiler.disable(function)
+        return disabled
+
+    return decorate

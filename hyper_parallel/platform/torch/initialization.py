@@ -1,14 +1,16 @@
 """Where parameters are born, and giving values to those born without any.
 
 ``init_on_device`` uses torch's own registration hooks. They are process-wide by nature, so ours asks first whether the
-thread that registers is inside a context of ours: other threads build their modules as always. The hooks exist only
-while some context does, and no attribute of torch is replaced.
+thread that registers is inside a context of ours: other threads build their modules as always, and no attribute of
+torch is replaced. The hooks are registered at the first use and stay: torch walks their dict while it registers a
+parameter, so removing them under another thread's feet would break that thread.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -68,6 +70,7 @@ class _Contexts(threading.local):
 
 
 _contexts = _Contexts()
+_registration = threading.Lock()
 
 
 def _on_parameter(module: torch.nn.Module, name: str, parameter: Any) -> Any:
@@ -84,19 +87,19 @@ def _on_buffer(module: torch.nn.Module, name: str, buffer: Any) -> Any:
 def init_on_device(device: Any, include_buffers: bool) -> Iterator[None]:
     """See ``Platform.init_on_device``. Nested contexts: the innermost decides."""
     place = _Birthplace(device=torch.device(device), include_buffers=include_buffers)
-    # Each context has hooks of its own, so that threads need not count each other's. With several registered the first
-    # moves the tensor, and the rest find it at home.
-    hooks = (
-        register_module_parameter_registration_hook(_on_parameter),
-        register_module_buffer_registration_hook(_on_buffer),
-    )
+    with _registration:
+        _register_hooks_once()
     _contexts.stack.append(place)
     try:
         yield
     finally:
         _contexts.stack.remove(place)
-        for hook in hooks:
-            hook.remove()
+
+
+@functools.cache
+def _register_hooks_once() -> None:
+    register_module_parameter_registration_hook(_on_parameter)
+    register_module_buffer_registration_hook(_on_buffer)
 
 
 def materialise(module: torch.nn.Module, device: torch.device) -> None:

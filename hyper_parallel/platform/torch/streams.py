@@ -92,18 +92,6 @@ class _HostStreamContext:
         _current.stream = self._outer.pop()
 
 
-def _checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
-    """``torch.utils.checkpoint.checkpoint``, always in its non-reentrant form."""
-    from torch.utils.checkpoint import checkpoint
-
-    if use_reentrant:
-        raise ValueError(
-            "checkpoint: use_reentrant=True is not offered; the reentrant form drops gradients of keyword inputs and "
-            "runs no contexts. Leave it out"
-        )
-    return checkpoint(function, *args, use_reentrant=False, **kwargs)
-
-
 class TorchStreamMembers(StreamMembers):
     """Streams, autograd, activation memory."""
 
@@ -140,14 +128,16 @@ class TorchStreamMembers(StreamMembers):
     @class_property
     def checkpoint(self) -> Callable[..., Any]:
         """``torch.utils.checkpoint.checkpoint``, always in its non-reentrant form."""
-        return _checkpoint
+        from hyper_parallel.platform.torch.activation_checkpoint import framework_checkpoint
+
+        return framework_checkpoint
 
     @staticmethod
     def ckpt_wrapper(module: Any, checkpoint_fn: Callable[..., Any] | None = None, **checkpoint_fn_kwargs: Any) -> Any:
         """``module`` wrapped so that its forward runs under ``checkpoint_fn``."""
-        from hyper_parallel.platform.torch.activation_checkpoint import CheckpointWrapper
+        from hyper_parallel.platform.torch.activation_checkpoint import CheckpointWrapper, framework_checkpoint
 
-        return CheckpointWrapper(module, checkpoint_fn=checkpoint_fn or _checkpoint, **checkpoint_fn_kwargs)
+        return CheckpointWrapper(module, checkpoint_fn=checkpoint_fn or framework_checkpoint, **checkpoint_fn_kwargs)
 
     @staticmethod
     def swap_wrapper(module: Any, policy_fn: Callable[[Any], Any] | None = None) -> Any:
