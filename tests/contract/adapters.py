@@ -17,7 +17,7 @@ import numpy as np
 
 from hyper_parallel.platform.platform import Platform
 
-COLLECTIVE_TIMEOUT_S: Final = 40
+COLLECTIVE_TIMEOUT_S: Final = 20
 
 
 class Adapter(abc.ABC):

@@ -1,4 +1,4 @@
-"""One rank of a ranked job: ``python -m <package>.worker PLACE LIMIT_S RANK``."""
+"""The processes of a ranked job: ``python -m <package>.worker PLACE LIMIT_S`` forks one per rank."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import time
 import traceback
 import warnings
 from pathlib import Path
+from typing import Any, NoReturn
 
 from hyper_parallel.platform.platform import Platform
 
@@ -35,20 +36,54 @@ class World:
         return self.place / f"shared-{name}"
 
 
-def main(place: Path, limit_s: float, rank: int) -> None:
-    faulthandler.dump_traceback_later(limit_s, exit=True)
-    _end_with(os.getppid())
+def main(place: Path, limit_s: float) -> int:
+    """Fork the ranks of the job, wait for them, and return how many failed.
+
+    The framework is imported once, before the fork, and used only after it: importing is most of a small job's cost.
+    """
     job = json.loads((place / "job.json").read_text())
     adapter = adapter_named(job["platform"])
-    adapter.join(rank, job["size"], place / "meeting")
-    world = World(platform=adapter.platform, adapter=adapter, rank=rank, size=job["size"], place=place)
-    for index, check in enumerate(job["checks"]):
-        _write(place / f"verdict-{index}-{rank}", _run(check, world))
-        if not _all_passed(place, index, job["size"]):
-            # The others may still be inside a collective that I have left: there is no orderly way out of this world.
-            sys.stdout.flush()
-            os._exit(1)
-    adapter.leave()
+    for check in job["checks"]:
+        importlib.import_module(check.split(":")[0])
+    launcher = os.getpid()
+    children = []
+    for rank in range(job["size"]):
+        child = os.fork()
+        if child == 0:
+            _be_rank(rank, job, adapter, place, limit_s, launcher)
+        children.append(child)
+    return sum(os.waitpid(child, 0)[1] != 0 for child in children)
+
+
+def _be_rank(rank: int, job: dict[str, Any], adapter: Adapter, place: Path, limit_s: float, launcher: int) -> NoReturn:
+    """Run the checks as one rank, and end the process whatever happens."""
+    output = os.open(place / f"output-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.dump_traceback_later(limit_s, exit=True)
+    _end_with(launcher)
+    status = 1
+    try:
+        adapter.join(rank, job["size"], place / "meeting")
+        world = World(platform=adapter.platform, adapter=adapter, rank=rank, size=job["size"], place=place)
+        status = 0 if _run_checks(world, job["checks"]) else 1
+        if status == 0:
+            adapter.leave()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not an orderly exit: the others may still be inside a collective that this rank has left.
+        os._exit(status)
+
+
+def _run_checks(world: World, checks: list[str]) -> bool:
+    for index, check in enumerate(checks):
+        _write(world.place / f"verdict-{index}-{world.rank}", _run(check, world))
+        if not _all_passed(world.place, index, world.size):
+            return False
+    return True
 
 
 def _run(check: str, world: World) -> str:
@@ -90,4 +125,4 @@ def _end_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))
+    sys.exit(main(Path(sys.argv[1]), float(sys.argv[2])))

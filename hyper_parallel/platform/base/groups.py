@@ -148,7 +148,8 @@ class GroupMembers:
     def create_group(cls, rank_list: Any) -> Any:
         """The group of these ranks, in any order; made at the first call, cached afterwards.
 
-        Ranks that are not in the list may call it too, and get a handle that every other member refuses.
+        Ranks outside the list may call it too, and get a handle that every other member refuses. They must call it
+        where the world was joined with ``device_id``: its communicator is then split by all ranks together.
         """
         ranks = group_key(rank_list, member="create_group")
         world_size = cls.get_world_size()

@@ -17,6 +17,7 @@ __all__ = [
     "become",
     "checkpoint",
     "foreach_norm",
+    "new_named_group",
     "run_eagerly",
     "set_local_tensor",
     "symmetric_memory",
@@ -102,3 +103,30 @@ def run_eagerly(reason: str) -> Callable[[Fn], Fn]:
         return disabled
 
     return decorate
+
+
+def new_named_group(
+    ranks: list[int], name: str, *, timeout: Any, backend: Any, pg_options: Any, group_desc: Any
+) -> Any:
+    """``new_group`` for members alone, under a name of ours.
+
+    torch names a group by a counter, which ranks that skip a call get wrong, or (local synchronisation) by its ranks and
+    the number of groups on *this* rank, which differs between members of overlapping groups: both then wait for ever.
+    """
+    c10d: Any = torch.distributed.distributed_c10d
+    world = c10d._get_default_group()
+    world_backend, store = c10d._world.pg_map[world]
+    backend = c10d.Backend(backend or world_backend)
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(world.rank()),
+        ranks,
+        backend,
+        store,
+        name,
+        backend_options=pg_options,
+        timeout=timeout if timeout is not None else c10d._get_default_timeout(backend),
+        group_desc=group_desc,
+    )
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group

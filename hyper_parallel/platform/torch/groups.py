@@ -6,15 +6,18 @@ and do nothing; here it is refused by name, because None would silently mean the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from hyper_parallel.errors import GroupError
 from hyper_parallel.platform.base.groups import GroupMembers, bare_handle, group_key
+from hyper_parallel.platform.torch import compat
 from hyper_parallel.platform.torch.device import accelerator_type
 
 __all__ = ["TorchGroupMembers", "live_group"]
@@ -89,14 +92,22 @@ def _default_backend() -> str:
         ) from None
 
 
-def _new_group(ranks: list[int], **options: Any) -> Any:
+_groups_made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+"""World to how often each set of ranks became a group in it: two groups of a world must not share a name."""
+
+
+def _new_group(ranks: list[int], *, timeout: Any = None, backend: Any = None, **options: Any) -> Any:
     world = live_group(None, member="create_group")
-    # With a bound device NCCL splits the world's communicator, and every rank of the world must take part in that;
-    # otherwise only the members meet, so that the others need not even call.
-    members_only = getattr(world, "bound_device_id", None) is None and dist.get_backend() != dist.Backend.MPI
-    if members_only and dist.get_rank() not in ranks:
+    if getattr(world, "bound_device_id", None) is not None:
+        # NCCL then splits the world's communicator, and every rank of the world must take part in that.
+        return dist.new_group(ranks, timeout=timeout, backend=backend, **options)
+    if dist.get_rank() not in ranks:
         return dist.GroupMember.NON_GROUP_MEMBER
-    return dist.new_group(ranks, use_local_synchronization=members_only, **options)
+    made = _groups_made.setdefault(world, Counter())
+    made[tuple(ranks)] += 1
+    name = f"hyper_parallel_{'_'.join(map(str, ranks))}_{made[tuple(ranks)]}"
+    named = {"pg_options": None, "group_desc": None, **options}
+    return compat.new_named_group(ranks, name, timeout=timeout, backend=backend, **named)
 
 
 def _split_lists(split_ranks: Any) -> list[list[int]]:
