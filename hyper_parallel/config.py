@@ -81,11 +81,13 @@ class SwapConfig:
             if value is None and name != "min_bytes":
                 continue
             object.__setattr__(self, name, parse_bytes(value, name=f"SwapConfig.{name}"))
-        tiers = (self.tiers,) if isinstance(self.tiers, str) else tuple(self.tiers)
+        given: Any = self.tiers  # a list or a single name is as good
+        tiers: tuple[str, ...] = (given,) if isinstance(given, str) else tuple(given)
         unknown = [tier for tier in tiers if tier not in KNOWN_TIERS]
         if unknown or not tiers or len(set(tiers)) != len(tiers):
             raise ValueError(
-                f"SwapConfig.tiers: {self.tiers!r} must name each tier at most once, in spill order, out of {', '.join(KNOWN_TIERS)}"
+                f"SwapConfig.tiers: {self.tiers!r} must name each tier at most once, in spill order, "
+                f"out of {', '.join(KNOWN_TIERS)}"
             )
         object.__setattr__(self, "tiers", tiers)
         if self.disk_path is not None:

@@ -174,9 +174,9 @@ class TensorBorder(Protocol):
 
 def room() -> Any:  # the module hyper_parallel.platform.<framework>.activation_checkpoint
     """The activation room of the platform in use."""
-    from hyper_parallel.platform.platform import get_platform
+    from hyper_parallel.platform.platform import PlatformType, get_platform
 
-    framework = "torch" if get_platform().platform_type.name == "PYTORCH" else "mindspore"
+    framework = "torch" if get_platform().platform_type is PlatformType.PYTORCH else "mindspore"
     return importlib.import_module(f"hyper_parallel.platform.{framework}.activation_checkpoint")
 
 

@@ -92,7 +92,7 @@ def _listed_name(item: Any, where: str) -> str:
 def checked_answer(answer: Any, op: Op, *, where: str) -> CheckpointPolicy:
     """The policy's answer as our enum; a bool means save or prefer to recompute."""
     if answer.__class__ is CheckpointPolicy:
-        return answer  # type: ignore[no-any-return]
+        return answer
     if answer is True:
         return CheckpointPolicy.MUST_SAVE
     if answer is False:

@@ -123,10 +123,6 @@ class Counters:
     def snapshot(self, *, tiers: tuple[TierStatistics, ...], live_records: int) -> SwapStats:
         """The frozen record."""
         with self._lock:
-            tables = {
-                name: MappingProxyType({key: count for key, count in getattr(self, name).items() if count})
-                for name in ("kept_bytes", "kept_count", "replayed_ops", "overruled", "bytes_by_tag")
-            }
             return SwapStats(
                 saved_bytes=self.saved_bytes,
                 recomputed_bytes=self.recomputed_bytes,
@@ -143,5 +139,13 @@ class Counters:
                 shared_bytes=self.shared_bytes,
                 live_records=live_records,
                 tiers=tiers,
-                **tables,
+                kept_bytes=_frozen(self.kept_bytes),
+                kept_count=_frozen(self.kept_count),
+                replayed_ops=_frozen(self.replayed_ops),
+                overruled=_frozen(self.overruled),
+                bytes_by_tag=_frozen(self.bytes_by_tag),
             )
+
+
+def _frozen(table: Counter[str]) -> Mapping[str, int]:
+    return MappingProxyType({key: count for key, count in table.items() if count})

@@ -94,7 +94,8 @@ class SwapTensor:
 
     def _warn(self, call: str, expected: str) -> None:
         warnings.warn(
-            f"SwapTensor {self.funcname!r}: {call}() was called while {self._state!r}, which does nothing; it goes with {expected!r}",
+            f"SwapTensor {self.funcname!r}: {call}() was called while {self._state!r}, which does nothing; "
+            f"it goes with {expected!r}",
             SwapStateWarning,
             stacklevel=3,
         )
@@ -128,11 +129,13 @@ class SwapTensor:
         if self._state != STATE_DEVICE:
             self._warn("async_offload", STATE_DEVICE)
             return
-        assert self._border is not None and self._record is not None
+        assert self._border is not None, "a tensor that moves has a border"
+        assert self._record is not None, "a tensor that moves has a record"
         if self._border.version_of(self.val) != self.ver or self._border.storage_bytes(self.val) != self.storage_size:
             raise InPlaceChangeError(
                 f"SwapTensor {self.funcname!r}: cannot be offloaded, because it was changed in place or resized since it was "
-                f"recorded (version {self.ver} then, {self._border.version_of(self.val)} now). Record it after the change, or clone it."
+                f"recorded (version {self.ver} then, {self._border.version_of(self.val)} now). Record it after the "
+                "change, or clone it."
             )
         self._record.engine.launch_offload(self._record, stream=copy_stream)
         if self._record.has_far_copy:
@@ -190,7 +193,8 @@ class SwapTensor:
             return self._view.over(self._shares_with.device_bytes())
         if self._state not in (STATE_DEVICE, STATE_NON_TENSOR):
             raise SwapStateError(
-                f"SwapTensor {self.funcname!r}: cannot give its value while {self._state!r}; call async_load() and wait_load() first"
+                f"SwapTensor {self.funcname!r}: cannot give its value while {self._state!r}; "
+                "call async_load() and wait_load() first"
             )
         return self.val
 

@@ -135,15 +135,15 @@ class _FlatInputs:
     """A call with its tensors laid out flat.
 
     Torch's checkpoint packs the tensors among its positional arguments only. Those in keywords and inside lists, dicts
-    or dataclasses would be caught by a closure and never leave, so they are passed by position and put back inside.
+    or dataclasses would be caught by a closure and never leave, so they are passed by position and put back inside. The
+    frame of the checkpoint holds ``call`` until backward: it must not hold the tensors.
     """
 
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
         self.tensors: list[torch.Tensor] = []
         self.framework_keywords = {name: kwargs[name] for name in kwargs if name in _FRAMEWORK_KEYWORDS}
         own = {name: value for name, value in kwargs.items() if name not in _FRAMEWORK_KEYWORDS}
-        self._function = function
-        self._tree = tree_map(self._take, (tuple(args), own))
+        self.call = _Reassembled(function, tree_map(self._take, (tuple(args), own)))
 
     def _take(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -151,8 +151,15 @@ class _FlatInputs:
         self.tensors.append(leaf)
         return _Place(len(self.tensors) - 1)
 
-    def call(self, *tensors: torch.Tensor) -> Any:
-        """The function, with the tensors put back where they were."""
+
+class _Reassembled:
+    """The function, called with the tensors put back where they were."""
+
+    def __init__(self, function: Callable[..., Any], tree: Any) -> None:
+        self._function = function
+        self._tree = tree
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
         args, kwargs = tree_map(lambda leaf: tensors[leaf.index] if isinstance(leaf, _Place) else leaf, self._tree)
         return self._function(*args, **kwargs)
 

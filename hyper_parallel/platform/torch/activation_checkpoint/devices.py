@@ -174,10 +174,11 @@ def backend_for(device: torch.device, config: SwapConfig) -> DeviceBackend | Non
         return simulated
     if device.type in ("meta", "cpu") and not (device.type == "cpu" and "disk" in config.tiers):
         return None
-    if device.type != "cpu" and device.index is None:
+    index: int | None = device.index
+    if device.type != "cpu" and index is None:
         device = torch.device(device.type, torch.get_device_module(device).current_device())
     key = ("torch", str(device))
-    backend = manager.backends.get(key)
+    backend: DeviceBackend | None = manager.backends.get(key)
     if backend is None:
         backend = HostBackend() if device.type == "cpu" else AcceleratorBackend(device)
         backend = manager.backends.setdefault(key, backend)

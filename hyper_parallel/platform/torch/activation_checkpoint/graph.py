@@ -23,7 +23,7 @@ def is_in_backward() -> bool:
 
 def next_sequence() -> int:
     """The number that the next node of this thread's graph will get."""
-    return torch.autograd._get_sequence_nr()
+    return torch._C._autograd._get_sequence_nr()
 
 
 class GraphTask:
@@ -36,7 +36,7 @@ class GraphTask:
 
     def reach(self) -> Reach:
         """Walk from the running node to everything it leads to."""
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()  # torch.autograd.graph.Node | None
         if node is None:
             return lambda _first, _last: False
         numbers = sorted(_reachable_numbers(node))

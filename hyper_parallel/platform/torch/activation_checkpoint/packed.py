@@ -7,7 +7,7 @@ one that a graph holds is the only lifetime there is.
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -21,7 +21,7 @@ __all__ = ["Handle", "Kept", "raise_changed"]
 
 def raise_changed(*, where: str, shape: torch.Size, dtype: torch.dtype, version: int, now: int) -> NoReturn:
     """The error of a value that was changed between its save and its use."""
-    node = torch._C._current_autograd_node()
+    node: Any = torch._C._current_autograd_node()  # torch.autograd.graph.Node | None
     wanted_by = "outside backward" if node is None else f"wanted by {node.name()}"
     raise InPlaceChangeError(
         f"{where}: a saved tensor {tuple(shape)} {dtype}, {wanted_by}, was changed in place after it was saved "

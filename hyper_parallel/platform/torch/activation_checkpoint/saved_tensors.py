@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -231,11 +230,6 @@ class AsyncSaveOnCpu(saved_tensors_hooks):
         self._packer = Packer(policy_fn, config=swap_config, where=where, position=position)
         super().__init__(self._packer, unpack)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
-        super().__exit__(kind, error, trace)
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)
         self._packer.flush()

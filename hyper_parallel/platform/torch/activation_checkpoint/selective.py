@@ -173,6 +173,7 @@ class ForwardMode(TorchDispatchMode):
     def _file(self, op: Any, policy: CheckpointPolicy, output: Any, args: Any) -> Filed:
         pack = self._pack_swapped if policy is CheckpointPolicy.MUST_SWAP else self._pack_saved
         self._index += 1
+        packed: Any
         if isinstance(output, torch.Tensor):
             packed = pack(op, output)
         elif isinstance(output, tuple | list):
@@ -259,7 +260,8 @@ class ReplayMode(TorchDispatchMode):
         if task is not None:
             for engine in self._region.engines:
                 engine.expect(task)
-        return super().__enter__()
+        super().__enter__()
+        return self
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
@@ -279,9 +281,9 @@ class ReplayMode(TorchDispatchMode):
         entries = self._region.entries.get(op, [])
         if at >= len(entries):
             raise ReplayMismatchError(
-                f"{self._region.where}: the replay ran {op_label(op)} number {at + 1} with inputs {_shapes_of(args)}, but forward ran "
-                f"it {len(entries)} times. The function must run the same ops again: look for branches on data, on global "
-                "state or on whether gradients are enabled."
+                f"{self._region.where}: the replay ran {op_label(op)} number {at + 1} with inputs {_shapes_of(args)}, "
+                f"but forward ran it {len(entries)} times. The function must run the same ops again: look for branches on "
+                "data, on global state or on whether gradients are enabled."
             )
         entry = entries[at]
         if isinstance(entry, Replayed):

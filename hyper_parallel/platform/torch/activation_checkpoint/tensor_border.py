@@ -40,7 +40,7 @@ class TorchTensorBorder:
 
     def storage_key(self, tensor: torch.Tensor) -> int:
         """See the border."""
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
 
     def storage_bytes(self, tensor: torch.Tensor) -> int:
         """See the border."""

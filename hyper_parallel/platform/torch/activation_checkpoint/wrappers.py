@@ -180,8 +180,9 @@ class CheckpointWrapper(ActivationWrapper):
         clash = keywords.keys() & kwargs.keys()
         if clash:
             raise TypeError(
-                f"CheckpointWrapper({type(self.wrapped_module).__name__}): the call gives {', '.join(sorted(clash))}, which the wrapper "
-                "was made with already; the module's own keyword of that name cannot pass. Wrap a function that renames it."
+                f"CheckpointWrapper({type(self.wrapped_module).__name__}): the call gives {', '.join(sorted(clash))}, "
+                "which the wrapper was made with already; the module's own keyword of that name cannot pass. Wrap a "
+                "function that renames it."
             )
         return checkpoint_fn(self._wrapped, *args, **keywords, **kwargs)
 
