@@ -8,7 +8,6 @@ what is still alive and shows all output.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -76,14 +75,14 @@ def _run_processes(place: Path) -> bool:
         )
     try:
         launcher.wait(JOB_LIMIT_S + GRACE_S)
-        return False
     except subprocess.TimeoutExpired:
         return True
     finally:
-        # The ranks share the launcher's process group; after an orderly end nobody is left in it.
-        with contextlib.suppress(ProcessLookupError):
+        # Ranks whose launcher has ended end by themselves; a launcher that lives is killed with all its ranks.
+        if launcher.poll() is None:
             os.killpg(launcher.pid, signal.SIGKILL)
-        launcher.wait()
+            launcher.wait()
+    return False
 
 
 def _read_verdicts(place: Path, size: int, checks: list[str], *, is_late: bool) -> dict[str, str]:
@@ -98,9 +97,7 @@ def _read_verdicts(place: Path, size: int, checks: list[str], *, is_late: bool) 
         if not troubles:
             verdicts[check] = ""
             continue
-        outputs = [
-            f"---- output of rank {rank}\n{(place / f'output-{rank}').read_text()[-4000:]}" for rank in range(size)
-        ]
+        outputs = [f"---- {file.name}\n{file.read_text()[-4000:]}" for file in sorted(place.glob("output-*"))]
         late = [f"the processes were killed after {JOB_LIMIT_S + GRACE_S} s"] if is_late else []
         verdicts[check] = "\n".join([check, *late, *troubles, *outputs])
         break

@@ -35,7 +35,7 @@ def test_bad_rank_lists_are_refused(platform):
         platform.create_group([-1, 0])
     with pytest.raises(ValueError, match=r"cannot put rank 1 into a group; because the world has 1 ranks"):
         platform.create_group([0, 1])
-    with pytest.raises(TypeError, match="get_created_group: cannot read .* as ranks; .* whole numbers"):
+    with pytest.raises(TypeError, match=r"get_created_group: cannot read .* as ranks; .* whole numbers"):
         platform.get_created_group([0.5])
 
 
@@ -139,9 +139,9 @@ def test_outside_a_group_every_member_says_so(world: World):
         return
     with pytest.raises(GroupError, match=rf"get_group_local_rank: .*rank {world.rank}.*this rank is not in the group"):
         world.platform.get_group_local_rank(group)
-    with pytest.raises(GroupError, match="all_reduce: .*this rank is not in the group"):
+    with pytest.raises(GroupError, match=r"all_reduce: .*this rank is not in the group"):
         world.platform.all_reduce(world.adapter.tensor([1.0]), group)
-    with pytest.raises(GroupError, match="get_process_group_ranks: .*this rank is not in the group"):
+    with pytest.raises(GroupError, match=r"get_process_group_ranks: .*this rank is not in the group"):
         world.platform.get_process_group_ranks(group)
 
 
@@ -179,13 +179,13 @@ def test_split_into_one_part_or_several(world: World):
 @covers("split_group")
 def test_a_split_of_nothing_is_refused(world: World):
     for nothing in (None, []):
-        with pytest.raises(ValueError, match="split_group: .* splits nothing; give a list of ranks"):
+        with pytest.raises(ValueError, match=r"split_group: .* splits nothing; give a list of ranks"):
             world.platform.split_group(split_ranks=nothing)
     with pytest.raises(ValueError, match="split_group: an empty list of ranks"):
         world.platform.split_group(split_ranks=[[]])
-    with pytest.raises(ValueError, match="split_group: .* puts a rank into two parts"):
+    with pytest.raises(ValueError, match=r"split_group: .* puts a rank into two parts"):
         world.platform.split_group(split_ranks=[[0, 1], [1]])
-    with pytest.raises(ValueError, match="split_group: .* mixes ranks and lists"):
+    with pytest.raises(ValueError, match=r"split_group: .* mixes ranks and lists"):
         world.platform.split_group(split_ranks=[0, [1]])
     with pytest.raises(ValueError, match="split_group: cannot wait for -1"):
         world.platform.split_group(split_ranks=[0, 1], timeout=-1)
@@ -254,7 +254,7 @@ def test_destroyed_groups_leave_the_cache(world: World):
     marked = platform.split_group(split_ranks=[[0], [1]])
     platform.mark_created_groups([marked])
     assert platform.create_group([world.rank]) is marked
-    with pytest.raises(GroupError, match="get_backend: .*that group was destroyed; make it again with create_group"):
+    with pytest.raises(GroupError, match=r"get_backend: .*that group was destroyed; make it again with create_group"):
         platform.get_backend(one)
 
 

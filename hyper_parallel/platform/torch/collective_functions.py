@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.platform.base.differentiable import sync_roles
+from hyper_parallel.platform.torch import compat
 
 __all__ = [
     "AllGatherConcat",
@@ -45,7 +46,7 @@ class AllGatherConcat(torch.autograd.Function):
         size = dist.get_world_size(group)
         dense = data.contiguous()
         gathered = dense.new_empty((size * dense.shape[0], *dense.shape[1:]))
-        dist.all_gather_into_tensor(gathered, dense, group=group)
+        compat.all_gather_single(gathered, dense, group=group)
         return gathered if dim == 0 else torch.cat(gathered.tensor_split(size, 0), dim)
 
     @staticmethod
@@ -65,7 +66,7 @@ class ReduceScatterSum(torch.autograd.Function):
         pieces = data.tensor_split(size, dim)
         stacked = data.contiguous() if dim == 0 else torch.cat(pieces, 0)
         output = data.new_empty(pieces[0].shape)
-        dist.reduce_scatter_tensor(output, stacked, group=group)
+        compat.reduce_scatter_single(output, stacked, group=group)
         return output
 
     @staticmethod

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hyper_parallel.platform.base.collectives import CollectiveMembers
+from hyper_parallel.platform.torch import compat
 from hyper_parallel.platform.torch.groups import live_group, peer_in
 
 __all__ = ["CopyBackWork", "TorchCollectiveMembers"]
@@ -84,7 +85,7 @@ class TorchCollectiveMembers(CollectiveMembers):
         dense = data.detach().contiguous()
         rows = dense.shape[0] if dense.dim() else 1
         output = dense.new_empty((rows * dist.get_world_size(group), *dense.shape[1:]))
-        work = dist.all_gather_into_tensor(output, dense, group=group, async_op=async_op)
+        work = compat.all_gather_single(output, dense, group=group, async_op=async_op)
         return (output, work) if async_op else output
 
     @staticmethod
@@ -99,7 +100,7 @@ class TorchCollectiveMembers(CollectiveMembers):
             )
         dense = data.detach().contiguous()
         output = dense.new_empty((dense.shape[0] // size, *dense.shape[1:]))
-        work = dist.reduce_scatter_tensor(output, dense, group=group, async_op=async_op)
+        work = compat.reduce_scatter_single(output, dense, group=group, async_op=async_op)
         return (output, work) if async_op else output
 
     @staticmethod

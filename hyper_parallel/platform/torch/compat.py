@@ -13,6 +13,8 @@ import torch
 import torch.utils.checkpoint
 
 __all__ = [
+    "all_gather_single",
+    "reduce_scatter_single",
     "DTensor",
     "become",
     "checkpoint",
@@ -130,3 +132,17 @@ def new_named_group(
     )
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return group
+
+
+def all_gather_single(output: torch.Tensor, data: torch.Tensor, *, group: Any, async_op: bool = False) -> Any:
+    """One tensor gathered from all ranks; torch 2.13 renamed it and warns about the older name."""
+    distributed: Any = torch.distributed
+    gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+    return gather(output, data, group=group, async_op=async_op)
+
+
+def reduce_scatter_single(output: torch.Tensor, data: torch.Tensor, *, group: Any, async_op: bool = False) -> Any:
+    """One tensor summed and scattered; torch 2.13 renamed it and warns about the older name."""
+    distributed: Any = torch.distributed
+    scatter = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
+    return scatter(output, data, group=group, async_op=async_op)
