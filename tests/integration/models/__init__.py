@@ -1,0 +1,1 @@
+"""Other people's models, unchanged, with their layers wrapped in place."""
