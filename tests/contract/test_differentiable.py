@@ -1,5 +1,7 @@
 """Differentiable collectives: values and gradients are those of one process that holds all inputs."""
 
+# ruff: noqa: B023 - every function made in a loop here is called before the loop goes on.
+
 from __future__ import annotations
 
 import numpy as np
@@ -36,8 +38,8 @@ def test_all_gather_concat_along_any_dim(world: World):
                 world,
                 ranks,
                 random_inputs(len(ranks), (2, 3, 4)),
-                lambda x, group, me: world.platform.differentiable_all_gather_concat(x, group, len(ranks), dim),  # noqa: B023
-                lambda xs: [torch.cat(xs, dim)] * len(xs),  # noqa: B023
+                lambda x, group, me: world.platform.differentiable_all_gather_concat(x, group, len(ranks), dim),
+                lambda xs: [torch.cat(xs, dim)] * len(xs),
             )
 
 
@@ -51,10 +53,9 @@ def test_all_to_all_of_equal_pieces(world: World):
                 world,
                 ranks,
                 random_inputs(size, (2 * size, 3)),
-                lambda x, group, me: world.platform.differentiable_all_to_all(x, shape, group),  # noqa: B023
+                lambda x, group, me: world.platform.differentiable_all_to_all(x, shape, group),
                 lambda xs: [
-                    torch.cat([x.tensor_split(len(xs))[me] for x in xs]).reshape(shape)  # noqa: B023
-                    for me in range(len(xs))
+                    torch.cat([x.tensor_split(len(xs))[me] for x in xs]).reshape(shape) for me in range(len(xs))
                 ],
             )
 
@@ -82,8 +83,8 @@ def test_all_reduce_with_every_op(world: World):
                     world,
                     ranks,
                     inputs,
-                    lambda x, group, me: world.platform.differentiable_all_reduce(x, op, group),  # noqa: B023
-                    lambda xs: [reduce(torch.stack(xs))] * len(xs),  # noqa: B023
+                    lambda x, group, me: world.platform.differentiable_all_reduce(x, op, group),
+                    lambda xs: [reduce(torch.stack(xs))] * len(xs),
                 )
 
 
@@ -108,7 +109,7 @@ def test_unknown_ops_are_refused_and_the_input_stays(world: World):
     data = adapter.tensor(np.ones((2, 2)), "float32")
     for op in ("summ", "SUM", None):
         with pytest.raises(
-            ValueError, match="differentiable_all_reduce: unknown op .*; known are sum, avg, mean, max, min, prod, all"
+            ValueError, match=r"differentiable_all_reduce: unknown op .*; known are sum, avg, mean, max, min, prod, all"
         ):
             platform.differentiable_all_reduce(data, op, None)
         with pytest.raises(ValueError, match=r"differentiable_reduce_scatter: unknown op .*; known are sum, avg"):
@@ -131,8 +132,8 @@ def test_reduce_scatter_along_any_axis_with_every_op(world: World):
                     world,
                     ranks,
                     random_inputs(size, shape),
-                    lambda x, group, me: world.platform.differentiable_reduce_scatter(x, size, axis, op, group),  # noqa: B023
-                    lambda xs: list(reduce(torch.stack(xs)).tensor_split(len(xs), axis)),  # noqa: B023
+                    lambda x, group, me: world.platform.differentiable_reduce_scatter(x, size, axis, op, group),
+                    lambda xs: list(reduce(torch.stack(xs)).tensor_split(len(xs), axis)),
                 )
 
 
@@ -189,7 +190,7 @@ def test_all_to_all_single_with_ragged_and_zero_rows(world: World):
                         world,
                         ranks,
                         [random.normal(size=(sum(sent), *columns)) for sent in counts],
-                        lambda x, group, me: member(x, counts[me], [sent[me] for sent in counts], group),  # noqa: B023
+                        lambda x, group, me: member(x, counts[me], [sent[me] for sent in counts], group),
                         exchanged(counts),
                     )
 
@@ -223,7 +224,7 @@ def test_async_a2a_wait_gives_the_true_gradient_without_a_box(world: World):
         for concat_dim, split_dim in ((0, 1), (1, 0), (2, 1), (-1, -3), (1, 1), (0, 0)):
 
             def apply(x, group, me):
-                work, out_perm = launched(world, x, group, size, split_dim)  # noqa: B023
+                work, out_perm = launched(world, x, group, size, split_dim)
                 return world.platform.differentiable_async_a2a_wait(
                     x,
                     work,
@@ -231,12 +232,12 @@ def test_async_a2a_wait_gives_the_true_gradient_without_a_box(world: World):
                     group,
                     size,
                     concat_dim,
-                    split_dim,  # noqa: B023
+                    split_dim,
                 )
 
             def oracle(xs):
-                pieces = [x.tensor_split(size, split_dim) for x in xs]  # noqa: B023
-                return [torch.cat([mine[me] for mine in pieces], concat_dim) for me in range(len(xs))]  # noqa: B023
+                pieces = [x.tensor_split(size, split_dim) for x in xs]
+                return [torch.cat([mine[me] for mine in pieces], concat_dim) for me in range(len(xs))]
 
             compare(world, ranks, random_inputs(size, (2 * size, size, 3)), apply, oracle)
 
@@ -253,7 +254,7 @@ def test_async_a2a_wait_with_a_box_returns_zeros_and_boxes_the_exchange(world: W
 
         def loss(t):
             work, out_perm = launched(world, t, None, size, split_dim)
-            y = platform.differentiable_async_a2a_wait(t, work, out_perm, None, size, concat_dim, split_dim, box)  # noqa: B023
+            y = platform.differentiable_async_a2a_wait(t, work, out_perm, None, size, concat_dim, split_dim, box)
             return (y.T * adapter.tensor(weights[world.rank].T.copy())).sum()
 
         found.append((adapter.gradients(loss, x)[0], box))
