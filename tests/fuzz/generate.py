@@ -1,0 +1,243 @@
+"""Draws programs. One generator, two sources of choices: a fast random one for long runs, hypothesis for shrinking."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from fuzz.operations import SPECS
+from fuzz.program import Action, Op, Policy, Program, Settings, Span, Tensor
+
+__all__ = ["Choices", "HypothesisChoices", "RandomChoices", "generate", "program_number"]
+
+T = TypeVar("T")
+
+
+class Choices(Protocol):
+    """Where a generator's decisions come from. The first option is the simplest."""
+
+    def one_of(self, options: Sequence[T]) -> T: ...
+
+    def integer(self, low: int, high: int) -> int: ...
+
+
+class RandomChoices:
+    """Fast choices by a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def one_of(self, options: Sequence[T]) -> T:
+        return options[int(self._random.random() * len(options))]
+
+    def integer(self, low: int, high: int) -> int:
+        return low + int(self._random.random() * (high - low + 1))
+
+
+class HypothesisChoices:
+    """Choices that hypothesis can shrink."""
+
+    def __init__(self, draw: Callable[[Any], Any]) -> None:
+        from hypothesis import strategies
+
+        self._draw, self._strategies = draw, strategies
+
+    def one_of(self, options: Sequence[T]) -> T:
+        return options[self.integer(0, len(options) - 1)]
+
+    def integer(self, low: int, high: int) -> int:
+        return int(self._draw(self._strategies.integers(low, high)))
+
+
+_MATRICES = ("linear", "linear", "linear_bias", "matmul", "attention", "bmm", "embedding", "layer_norm", "layer_norm")
+_POINTWISE = ("tanh", "relu", "gelu", "sigmoid", "exp", "sin", "square", "softmax", "log_softmax", "plain_norm", "custom")
+_BINARY = ("add", "mul", "sub", "div", "where", "cat", "stack", "branch", "times_constant")
+_REDUCTIONS = ("mean", "total", "amax", "logsumexp", "cross_entropy", "gather", "sort")
+_VIEWS = ("transpose", "narrow", "columns", "select", "chunk", "split_views", "expand", "flatten", "unsqueeze", "strided",
+          "constant", "weight_view", "contiguous")  # fmt: skip
+_WRITES = tuple(name for name, spec in SPECS.items() if spec.writes)
+_RANDOM = ("dropout", "noise", "bernoulli", "attention_dropout")
+_OTHER = ("cast", "cast", "detach", "clone", "empty", "mark", "mark", "mark_tree", "gate")
+_FAMILIES = (_POINTWISE, _MATRICES, _BINARY, _VIEWS, _WRITES, _POINTWISE, _MATRICES, _BINARY, _VIEWS, _WRITES, _OTHER,
+             _RANDOM, _REDUCTIONS)  # fmt: skip
+_CALM_FAMILIES = tuple(family for family in _FAMILIES if family is not _WRITES)
+
+_SPAN_KINDS = ("swap", "checkpoint", "swap_wrapper", "checkpoint", "checkpoint_wrapper", "plain", "no_grad", "autocast",
+               "checkpoint", "swap", "checkpoint_wrapper", "swap_wrapper")  # fmt: skip
+_POLICIES = ("MUST_SAVE", "MUST_SWAP", "PREFER_SAVE", "MUST_RECOMPUTE", "PREFER_RECOMPUTE", "MUST_SWAP", "MUST_SWAP")
+_POLICY_OPS = ("mm", "addmm", "bmm", "mul", "add", "tanh", "exp", "relu", "sigmoid", "gelu", "_softmax", "native_layer_norm",
+               "native_dropout", "bernoulli", "rand_like", "clone", "sin", "cat", "sum", "div", "sub", "where", "_to_copy", "view",
+               "add_", "mul_", "bernoulli_", "_scaled_dot_product_flash_attention_for_cpu", "stack", "sort", "gather", "pow",
+               "t", "slice", "embedding", "max", "amax", "logsumexp", "_unsafe_view", "empty_like", "nll_loss_forward")  # fmt: skip
+
+
+def _chance(choices: Choices, percent: int) -> bool:
+    return choices.integer(0, 99) >= 100 - percent
+
+
+class _Draft:
+    """One program in the making."""
+
+    def __init__(self, choices: Choices) -> None:
+        self.choices = choices
+        self.left = choices.integer(1, 18)  # operations
+        self.families = _FAMILIES if _chance(choices, 60) else _CALM_FAMILIES
+        self.spans_left = choices.integer(0, 5)
+
+    def ref(self) -> int:
+        """Mostly recent values, sometimes far back."""
+        return self.choices.one_of((0, 0, 0, 1, 1, 2, 3, 5, 9))
+
+    def body(self, depth: int, longest: int) -> tuple[Op | Span, ...]:
+        nodes: list[Op | Span] = []
+        while self.left > 0 and len(nodes) < longest:
+            if self.spans_left and depth < 3 and _chance(self.choices, 35):
+                self.spans_left -= 1
+                nodes.append(self.span(depth))
+            else:
+                nodes.append(self.op())
+        return tuple(nodes)
+
+    def op(self) -> Op:
+        self.left -= 1
+        name = self.choices.one_of(self.choices.one_of(self.families))
+        spec = SPECS[name]
+        return Op(
+            name=name,
+            ins=tuple(self.ref() for _ in range(spec.ins)),
+            weights=tuple(self.choices.integer(0, 3) for _ in spec.weights),
+            number=self.choices.integer(0, 3) if spec.has_number else 0,
+        )
+
+    def span(self, depth: int) -> Span:
+        choices = self.choices
+        kind = choices.one_of(_SPAN_KINDS)
+        is_checkpoint = kind.startswith("checkpoint")
+        return Span(
+            kind=kind,
+            body=self.body(depth + 1, choices.integer(1, 6)),
+            outs=tuple(self.ref() for _ in range(choices.one_of((1, 1, 1, 2, 3)))),
+            form=choices.one_of(("tuple", "list", "dict")),
+            passing=choices.one_of(("args", "args", "kwargs", "nested")),
+            calls=choices.one_of((1, 1, 1, 2)),
+            swap_inputs=is_checkpoint and _chance(choices, 50),
+            policy=self.policy() if is_checkpoint and _chance(choices, 70) else None,
+            tensor_policy="none" if is_checkpoint else choices.one_of(("none", "none", "none", "save_even", "all_save")),
+            early_stop=not _chance(choices, 10),
+            config=self.config() if _chance(choices, 10) else (),
+        )
+
+    def policy(self) -> Policy:
+        choices = self.choices
+        form = choices.one_of(("function", "list", "bools", "cycle", "function"))
+        names = {choices.one_of(_POLICY_OPS) for _ in range(choices.integer(0, 10))}
+        table = tuple((name, choices.one_of(_POLICIES)) for name in sorted(names))
+        return Policy(form=form, table=table, otherwise=choices.one_of(_POLICIES[::-1]))
+
+    def config(self) -> tuple[tuple[str, Any], ...]:
+        choices = self.choices
+        return (
+            ("min_bytes", choices.one_of((0, 16, 64))),
+            ("tail_bytes", choices.one_of((0, 64, 1024))),
+            ("window_bytes", choices.one_of((0, 64, 4096))),
+            ("prefetch_bytes", choices.one_of((0, 64, 4096))),
+        )
+
+
+def _tensors(choices: Choices) -> dict[str, tuple[Tensor, ...]]:
+    rows = choices.one_of((3, 2, 1, 5, 16, 3, 2, 1, 5, 16, 0))
+    columns = choices.one_of((4, 2, 1, 8, 32))
+    usual = choices.one_of(("float32", "float32", "float64", "bfloat16"))
+
+    def dtype() -> str:
+        return choices.one_of((usual,) * 6 + ("float32", "float64", "bfloat16"))
+
+    def shape() -> tuple[int, ...]:
+        return choices.one_of(((columns, columns), (2 * columns, columns), (columns, 2 * columns), (columns,)))
+
+    def tensor(of: tuple[int, ...], frozen_percent: int) -> Tensor:
+        return Tensor(shape=of, dtype=dtype(), requires_grad=not _chance(choices, frozen_percent))
+
+    return {
+        "weights": tuple(tensor(shape(), 20) for _ in range(choices.integer(1, 4))),
+        "inputs": tuple(tensor((rows, columns), 40) for _ in range(choices.integer(1, 2))),
+        "constants": (Tensor(shape=(rows, columns), dtype=dtype(), requires_grad=False),),
+    }
+
+
+def _settings(choices: Choices) -> Settings:
+    return Settings(
+        timing=choices.one_of(("lazy", "random", "lazy", "random", "eager")),
+        seed=choices.integer(0, 999),
+        min_bytes=choices.one_of((0, 0, 0, 16, 48)),
+        tail_bytes=choices.one_of((0, 0, 0, 64, 512)),
+        window_bytes=choices.one_of((65536, 0, 0, 64, 512)),
+        prefetch_bytes=choices.one_of((65536, 0, 64, 512)),
+        host_limit=choices.one_of((None, None, None, None, 0, 64, 256, 1024, 4096)),
+        tiers=choices.one_of((("pinned",),) * 6 + (("pageable",), ("pinned", "pageable"), ("pinned", "disk"))),
+        verify=choices.one_of((False, False, True)),
+    )
+
+
+# ---------------------------------------------------------------- schedules
+
+
+def _f(batch: int) -> Action:
+    return Action(kind="forward", batch=batch)
+
+
+def _b(batch: int, retain: bool = False) -> Action:
+    return Action(kind="backward", batch=batch, retain=retain)
+
+
+def _schedule(choices: Choices) -> tuple[tuple[Action, ...], ...]:
+    at = choices.integer(0, 25)
+    eval_, drop, edit, step = (Action(kind=kind) for kind in ("eval", "drop", "edit", "step"))
+    threads: tuple[tuple[Action, ...], ...] = choices.one_of(
+        (
+            ((_f(0), _b(0)),),
+            ((_f(0), _b(0), step, _f(1), _b(1), step, _f(0), _b(0)),),
+            ((_f(0), _b(0), _f(1), _b(1), step, _f(2), _b(2)),),
+            ((_f(0), _f(1), _b(0), _b(1)),),
+            ((_f(0), _f(1), _b(1), _b(0)),),
+            ((_f(0), _f(1), _b(0), _f(2), _b(1), _f(3), _b(2), _b(3)),),
+            ((_f(0), _b(0, True), _b(0)),),
+            ((_f(0), _b(0, True), _f(1), _b(0, True), _b(1), _b(0)),),
+            ((_f(0), Action(kind="grad", at=at, retain=True), _b(0)),),
+            ((_f(0), Action(kind="grad", at=at, retain=True), Action(kind="grad", at=at + 1), _f(0), _b(0)),),
+            ((_f(0), Action(kind="double"), step, _f(1), _b(1)),),
+            ((_f(0), drop, _f(1), _b(1)),),
+            ((_f(0), _f(0), _b(0)),),
+            ((_f(0), eval_, _b(0)),),
+            ((_f(0), edit, _b(0)),),
+            ((Action(kind="fail_forward", at=at), _f(0), _b(0), step, _f(1), _b(1)),),
+            ((_f(0), Action(kind="fail_forward", batch=1, at=at), _b(0), _f(1), _b(1)),),
+            ((_f(0), Action(kind="fail_backward", at=at), _f(0), _b(0), step, _f(1), _b(1)),),
+            ((_f(0), Action(kind="fail_backward", at=at, retain=True), _b(0), _f(1), _b(1)),),
+            ((_f(0), _b(0), step, _f(1), _b(1)), (_f(0), _f(1), _b(1), _b(0))),
+            ((_f(0), _b(0, True), _b(0)), (_f(0), Action(kind="grad", at=at, retain=True), _b(0))),
+        )
+    )
+    return threads
+
+
+def generate(choices: Choices) -> Program:
+    """One program."""
+    draft = _Draft(choices)
+    is_wild = _chance(choices, 10)
+    body = draft.body(0, 20)
+    return Program(
+        body=body,
+        outs=tuple(draft.ref() for _ in range(choices.one_of((1, 1, 2, 3)))),
+        threads=_schedule(choices),
+        settings=_settings(choices),
+        seed=choices.integer(0, 99),
+        is_wild=is_wild,
+        **_tensors(choices),
+    )
+
+
+def program_number(seed: int, number: int) -> Program:
+    """The ``number``-th program of a long run with this seed."""
+    return generate(RandomChoices(seed * 1_000_000_007 + number))

@@ -1,0 +1,470 @@
+"""Runs a program's schedule through one set of doors and writes down everything that a user could see.
+
+A record of a run is a list of entries (label, value); a value is bytes with shape and dtype, or the kind of an error.
+Two runs are equal when their lists are. This file is pasted whole into the scripts that failures print.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import sys
+import tempfile
+import threading
+import types
+import warnings
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+
+class Planned(Exception):
+    """An error that the schedule asked for."""
+
+
+class Plain:
+    """The doors without us: nothing is swapped, and checkpoints are torch's own (or, if not wanted, plain calls)."""
+
+    def __init__(self, checkpoints=True):
+        self.checkpoints = checkpoints
+
+    def swap(self, function, *args, policy_fn=None, swap_config=None, **kwargs):
+        return function(*args, **kwargs)
+
+    def checkpoint(self, function, *args, swap_inputs=False, policy_fn=None, swap_config=None, early_stop=True, **kwargs):
+        if not self.checkpoints:
+            return function(*args, **kwargs)
+        with torch.utils.checkpoint.set_checkpoint_early_stop(early_stop):
+            return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+    def swap_wrapper(self, function, **settings):
+        return lambda *args, **kwargs: self.swap(function, *args, **settings, **kwargs)
+
+    def checkpoint_wrapper(self, function, **settings):
+        return lambda *args, **kwargs: self.checkpoint(function, *args, **settings, **kwargs)
+
+    def swap_tensor_wrapper(self, tree, tag=None):
+        return tree
+
+    def SwapConfig(self, **fields):
+        return None
+
+    class CheckpointPolicy:
+        MUST_SAVE = PREFER_SAVE = MUST_RECOMPUTE = PREFER_RECOMPUTE = MUST_SWAP = None
+
+
+# ---------------------------------------------------------------- policies
+
+
+def function_policy(hp, table, otherwise):
+    def policy(ctx, op, *args, **kwargs):
+        return getattr(hp.CheckpointPolicy, table.get(op.overloadpacket.__name__, otherwise))
+
+    return policy
+
+
+def bools_policy(hp, table, otherwise):
+    return lambda ctx, op, *args, **kwargs: op.overloadpacket.__name__ in table
+
+
+def cycle_policy(hp, table, otherwise):
+    answers = [*table.values(), otherwise]
+    asked = []
+
+    def policy(ctx, op, *args, **kwargs):
+        asked.append(op)
+        return getattr(hp.CheckpointPolicy, answers[len(asked) % len(answers)])
+
+    return policy
+
+
+def save_even(hp):
+    policies = hp.CheckpointPolicy
+    return lambda tensor: policies.MUST_SAVE if tensor.dim() % 2 == 0 else policies.MUST_SWAP
+
+
+def all_save(hp):
+    return lambda tensor: hp.CheckpointPolicy.PREFER_SAVE
+
+
+# ---------------------------------------------------------------- turns and planned errors
+
+
+class Tick:
+    """Called at every operation: raises where the schedule wants it, and passes the turn between threads.
+
+    One thread runs at a time, and turns change at counted calls only, so a program with threads is deterministic.
+    """
+
+    def __init__(self, threads):
+        self.left = None  # calls until the planned error
+        self._threads = threads
+        self._calls = 0
+        self._turn = 0
+        self._over = set()
+        self._changed = threading.Condition()
+
+    def whose_turn(self):
+        return self._turn
+
+    def __call__(self, me=None):
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                self.left = None
+                raise Planned
+        if self._threads > 1:
+            self._calls += 1
+            if self._calls % 3 == 0:
+                self._pass_turn(self._turn if me is None else me)
+
+    def wait(self, me):
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._turn == me, timeout=60):
+                raise TimeoutError(f"thread {me} waited a minute for its turn")
+
+    def _pass_turn(self, me):
+        with self._changed:
+            others = [other for other in range(self._threads) if other not in self._over and other != me]
+            if not others:
+                return
+            self._turn = others[0]
+            self._changed.notify_all()
+        self.wait(me)
+
+    def end(self, me):
+        with self._changed:
+            self._over.add(me)
+            left = [other for other in range(self._threads) if other not in self._over]
+            self._turn = left[0] if left else me
+            self._changed.notify_all()
+
+
+# ---------------------------------------------------------------- one run
+
+
+def seen(tensor):
+    """A tensor as data, read behind the back of every dispatch mode."""
+    with torch._C._DisableTorchDispatch(), torch.no_grad():
+        flat = tensor.detach().contiguous().reshape(-1).cpu()
+        if flat.is_floating_point():
+            flat = torch.where(flat.isnan(), torch.full_like(flat, float("nan")), flat)
+        return (tuple(tensor.shape), str(tensor.dtype), bytes(flat.view(torch.uint8).numpy()))
+
+
+def kind_of(error):
+    """What sort of error a user would see."""
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, Planned):
+        return "planned"
+    if type(error).__name__ == "InPlaceChangeError" or "modified by an inplace operation" in text:
+        return "in-place"
+    if "second time" in text:
+        return "second backward"
+    if any(base.__name__ == "HyperParallelError" for base in type(error).__mro__) or isinstance(error, AssertionError):
+        return f"ours: {text}"
+    if isinstance(error, (AttributeError, KeyError, TypeError, NameError, ValueError, TimeoutError)):
+        return f"unexpected: {text}"
+    return "other"
+
+
+def make(description, seed, device, wants_grad=True):
+    shape, dtype, requires_grad = description
+    generator = torch.Generator().manual_seed(seed)
+    value = torch.randn(shape, generator=generator).to(device=device, dtype=getattr(torch, dtype))
+    return value.requires_grad_(requires_grad and wants_grad)
+
+
+class Run:
+    """One thread's part of the schedule. Each method is one kind of action."""
+
+    def __init__(self, program, model, weights, tick, device, me):
+        self.program, self.model, self.weights, self.tick, self.device, self.me = program, model, weights, tick, device, me
+        self.entries = []
+        self.inputs = {}
+        self.losses = {}
+
+    def log(self, label, tensors):
+        for index, tensor in enumerate(tensors):
+            self.entries.append((f"{self.me}: {label} {index}", None if tensor is None else seen(tensor)))
+
+    def perform(self, actions):
+        for number, (kind, batch, at, retain) in enumerate(actions):
+            label = f"{number} {kind} {batch}"
+            try:
+                getattr(self, kind)(label, batch, at, retain)
+            except Exception as error:
+                sort = kind_of(error)
+                self.entries.append((f"{self.me}: {label} error", sort))
+                if sort == "in-place":
+                    return  # what was accumulated before it depends on where it is noticed
+            finally:
+                self.tick.left = None
+
+    def batch(self, batch):
+        if batch not in self.inputs:
+            self.inputs[batch] = [
+                make(description, 1000 * batch + 100 * self.me + index, self.device)
+                for index, description in enumerate(self.program["INPUTS"])
+            ]
+        return self.inputs[batch]
+
+    def forward(self, label, batch, at, retain):
+        torch.manual_seed(self.program["SEED"] + batch)
+        outs = self.model(*self.batch(batch))
+        self.log(label, outs)
+        self.losses.pop(batch, None)
+        terms = [out.float().mul(index + 1).sum() for index, out in enumerate(outs) if out.requires_grad]
+        if terms:
+            self.losses[batch] = sum(terms[1:], terms[0])
+
+    def fail_forward(self, label, batch, at, retain):
+        self.tick.left = at
+        self.forward(label, batch, at, retain)
+
+    def eval(self, label, batch, at, retain):
+        with torch.no_grad():
+            self.log(label, self.model(*self.batch(batch)))
+
+    def backward(self, label, batch, at, retain):
+        loss = self.losses.get(batch)
+        if loss is None:
+            return
+        if not retain:
+            del self.losses[batch]
+        try:
+            loss.backward(retain_graph=retain)
+        except Planned:
+            self.losses.pop(batch, None)
+            raise
+        self.log(f"{label} weight", [weight.grad for weight in self.weights])
+        self.log(f"{label} input", [value.grad for value in self.batch(batch)])
+
+    def fail_backward(self, label, batch, at, retain):
+        self.tick.left = at
+        self.backward(label, batch, at, retain)
+
+    def _leaves(self, batch):
+        return [leaf for leaf in [*self.weights, *self.batch(batch)] if leaf.requires_grad]
+
+    def grad(self, label, batch, at, retain):
+        loss = self.losses.get(batch)
+        leaves = self._leaves(batch)
+        if loss is None or not leaves:
+            return
+        chosen = leaves[at % len(leaves) :][:2]
+        if not retain:
+            del self.losses[batch]
+        self.log(label, torch.autograd.grad(loss, chosen, retain_graph=retain, allow_unused=True))
+
+    def double(self, label, batch, at, retain):
+        loss = self.losses.pop(batch, None)
+        leaves = self._leaves(batch)
+        if loss is None or not leaves:
+            return
+        first = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
+        self.log(f"{label} first", first)
+        squares = [grad.float().square().sum() for grad in first if grad is not None and grad.requires_grad]
+        if squares:
+            sum(squares[1:], squares[0]).backward()
+            self.log(f"{label} weight", [weight.grad for weight in self.weights])
+
+    def drop(self, label, batch, at, retain):
+        self.losses.pop(batch, None)
+
+    def edit(self, label, batch, at, retain):
+        with torch.no_grad():
+            for value in self.batch(batch)[at % 2 :]:
+                value.mul_(0.5)
+
+    def step(self, label, batch, at, retain):
+        if self.losses:
+            return  # an update between forward and backward is torch's own in-place error, or a wrong recompute
+        with torch.no_grad():
+            for weight in self.weights:
+                if weight.grad is not None:
+                    weight.sub_(weight.grad.nan_to_num() * 0.01)
+                    weight.grad = None
+
+
+def run_program(program, hp, device):
+    """The entries of one run of the whole program through the doors ``hp``."""
+    weights = [
+        torch.nn.Parameter(make(tensor, 7 + index, device, wants_grad=False).mul(0.5), requires_grad=tensor[2])
+        for index, tensor in enumerate(program["WEIGHTS"])
+    ]
+    constants = [make(tensor, 77 + index, device, wants_grad=False) for index, tensor in enumerate(program["CONSTANTS"])]
+    threads = program["THREADS"]
+    tick = Tick(len(threads))
+    model = program["build"](hp, weights, constants, tick)
+    runs = [Run(program, model, weights, tick, device, me) for me in range(len(threads))]
+    if len(runs) == 1:
+        runs[0].perform(threads[0])
+    else:
+        _perform_in_threads(runs, threads, tick)
+    return [entry for run in runs for entry in run.entries]
+
+
+def _perform_in_threads(runs, threads, tick):
+    modes = _get_current_dispatch_mode_stack()
+    settings = _settings_now()
+
+    def work(run, actions):
+        with contextlib.ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            if settings is not None:
+                from hyper_parallel import configure
+
+                stack.enter_context(configure(settings))
+            try:
+                tick.wait(run.me)
+                run.perform(actions)
+            except Exception as error:
+                run.entries.append((f"{run.me}: thread", kind_of(error)))
+            finally:
+                tick.end(run.me)
+
+    workers = [threading.Thread(target=work, args=pair) for pair in zip(runs, threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(timeout=120)
+        if worker.is_alive():
+            raise TimeoutError("a thread of the program did not end")
+
+
+def _settings_now():
+    config = sys.modules.get("hyper_parallel.config")
+    return None if config is None else config.current_config()
+
+
+class Outcome:
+    """What one run left behind."""
+
+    def __init__(self, entries, faults, facts):
+        self.entries, self.faults, self.facts = entries, faults, facts
+
+
+@contextlib.contextmanager
+def device_of(settings, device):
+    """The simulated accelerator, or a real device with slow copies; yields how many device bytes live now."""
+    from hyper_parallel.config import SwapConfig, configure
+
+    fields = {name: value for name, value in settings.items() if name not in ("timing", "seed")}
+    with tempfile.TemporaryDirectory() as folder:
+        if "disk" in fields["tiers"]:
+            fields["disk_path"] = folder
+        if device == "cpu":
+            from hyper_parallel.testing import simulated_accelerator
+
+            with simulated_accelerator(timing=settings["timing"], seed=settings["seed"], **fields) as simulation:
+                yield lambda: simulation.live_bytes
+            return
+        with configure(SwapConfig(**fields)), slow_copies(settings["seed"]):
+            yield lambda: torch.cuda.memory_allocated()
+            torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def slow_copies(seed):
+    """Every copy of the engine starts late, by a random number of cycles of its own stream."""
+    from hyper_parallel.platform.torch.activation_checkpoint.devices import AcceleratorBackend
+
+    plain, dice = AcceleratorBackend.copy, random.Random(seed)
+
+    def copy(self, destination, source, stream):
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(dice.choice((0, 1, 20_000, 500_000)))
+        plain(self, destination, source, stream)
+
+    AcceleratorBackend.copy = copy
+    try:
+        yield
+    finally:
+        AcceleratorBackend.copy = plain
+
+
+def run_once(program, hp, device):
+    """One run on a fresh device; with us, also whether anything was left behind."""
+    faults, facts, entries = [], None, []
+    is_ours = isinstance(hp, types.ModuleType)
+    if is_ours:
+        hp.SwapManager().reset()
+    gc.disable()
+    try:
+        with device_of(program["SETTINGS"], device) as live_bytes:
+            before = live_bytes()
+            entries = run_program(program, hp, device)
+            left = live_bytes() - before
+            if is_ours:
+                facts = hp.stats()
+                if facts.live_records:
+                    faults.append(f"{facts.live_records} records outlived every graph")
+        if is_ours:
+            faults += [
+                f"{tier.live_bytes} bytes of {tier.name} far memory are still lent"
+                for tier in hp.stats().tiers
+                if tier.live_bytes
+            ]
+            faults += hooks_left()
+    except Exception as error:
+        if not is_ours:
+            raise
+        left = 0
+        faults.append(f"at the end: {type(error).__name__}: {error}")
+    finally:
+        gc.enable()
+    outcome = Outcome(entries, faults, facts)
+    outcome.left_bytes = left
+    return outcome
+
+
+def hooks_left():
+    """Hooks or modes that the program should have taken off."""
+    from hyper_parallel.platform.torch.activation_checkpoint.marks import forget_bottom_hooks
+
+    forget_bottom_hooks()
+    faults = []
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        faults.append("saved-tensor hooks were left on this thread")
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    if torch._C._len_torch_dispatch_stack():
+        faults.append("a dispatch mode was left on this thread")
+    return faults
+
+
+def main(program, device):
+    """Compare, and say what differs. 0 when nothing does."""
+    import hyper_parallel
+
+    torch.set_num_threads(1)
+    if device != "cpu":
+        torch.use_deterministic_algorithms(True)
+    warnings.simplefilter("ignore")
+    reference, ours = run_once(program, Plain(), device), run_once(program, hyper_parallel, device)
+    lines = list(ours.faults)
+    if ours.left_bytes > reference.left_bytes:
+        lines.append(f"{ours.left_bytes} device bytes are left, {reference.left_bytes} without us")
+    for expected, got in zip(reference.entries, ours.entries):
+        if expected != got:
+            lines.append(f"without us {shown(expected)}")
+            lines.append(f"with us    {shown(got)}")
+            break
+    else:
+        if len(reference.entries) != len(ours.entries):
+            lines.append(f"without us {len(reference.entries)} results, with us {len(ours.entries)}")
+    print("\n".join(lines) or f"{len(ours.entries)} results, all equal")
+    return 1 if lines else 0
+
+
+def shown(entry):
+    """An entry for people."""
+    label, value = entry
+    if value is None or isinstance(value, str):
+        return f"{label}: {value}"
+    shape, dtype, data = value
+    tensor = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype.split(".")[1])) if data else torch.empty(0)
+    return f"{label}: {shape} {dtype} {tensor[:8].tolist()}"

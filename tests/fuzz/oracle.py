@@ -1,0 +1,153 @@
+"""Runs a program with and without us and judges the difference.
+
+Verdicts
+--------
+``equal``      every output, gradient and error kind is the same, bitwise.
+``refused``    we raise InPlaceChangeError where the run without us returns numbers. Promised only as the lesser evil, so
+               it counts as good only where the program changes something in place.
+``exact``      torch's own run raises or is wrong (its checkpoint replays a change twice), and our numbers are those of
+               the same program with every saved value copied at the moment it was saved.
+``mismatch``   anything else, and anything that a run leaves behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import hyper_parallel
+import torch
+from fuzz import harness, operations
+from fuzz.operations import SPECS
+from fuzz.program import Op, Program, Span, spans_of
+from fuzz.source import program_to_source
+
+__all__ = ["Verdict", "features_of", "judge"]
+
+_GOOD = ("equal", "refused", "exact")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What came of one program."""
+
+    kind: str
+    detail: str = ""
+    features: tuple[str, ...] = ()
+
+    @property
+    def is_good(self) -> bool:
+        """Whether every promise was kept."""
+        return self.kind in _GOOD
+
+
+class _Copies(torch.autograd.graph.saved_tensors_hooks):
+    """Every saved value is copied when it is saved: the gradients that the mathematics means."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda tensor: tensor.detach().clone(), lambda copy: copy)
+
+
+def compiled(program: Program, device: str = "cpu") -> dict[str, Any]:
+    """The names that the program's source defines."""
+    names = {name: operations.function_of(name) for name in SPECS}
+    names |= {name: getattr(harness, name) for name in ("function_policy", "bools_policy", "cycle_policy", "save_even", "all_save")}
+    names |= {"torch": torch, "DEVICE": device}
+    exec(compile(program_to_source(program), "<fuzzed program>", "exec"), names)
+    return names
+
+
+def judge(program: Program, device: str = "cpu") -> Verdict:
+    """Run it and say what came of it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        names = compiled(program, device)
+        reference = harness.run_once(names, harness.Plain(), device)
+        ours = harness.run_once(names, hyper_parallel, device)
+        verdict = _compare(program, names, reference, ours, device)
+    return dataclasses.replace(verdict, features=tuple(sorted({*features_of(program), *_observed(reference, ours)})))
+
+
+def _compare(program: Program, names: dict[str, Any], reference: Any, ours: Any, device: str) -> Verdict:
+    faults = list(ours.faults)
+    if ours.left_bytes > reference.left_bytes:
+        faults.append(f"{ours.left_bytes} device bytes are left, {reference.left_bytes} without us")
+    if faults:
+        return Verdict(kind="mismatch", detail="; ".join(faults))
+    expected, got = _first_difference(reference.entries, ours.entries)
+    if expected == got:
+        return Verdict(kind="equal")
+    detail = f"without us {harness.shown(expected)}\nwith us    {harness.shown(got)}"
+    if any(str(entry[1]).startswith(("ours:", "unexpected:")) for entry in ours.entries if isinstance(entry[1], str)):
+        return Verdict(kind="mismatch", detail=detail)
+    if got[1] == "in-place":
+        return Verdict(kind="refused" if writes_anything(program) else "mismatch", detail=detail)
+    is_silent = expected[1] == "in-place" and not any(span.kind.startswith("checkpoint") for span in spans_of(program.body))
+    with _Copies():
+        exact = harness.run_once(names, harness.Plain(checkpoints=False), device)
+    if exact.entries == ours.entries and not is_silent:
+        return Verdict(kind="exact", detail=detail)
+    return Verdict(kind="mismatch", detail=detail)
+
+
+_NOTHING = ("end", None)
+
+
+def _first_difference(expected: list[Any], got: list[Any]) -> tuple[Any, Any]:
+    for one, other in zip(expected, got):
+        if one != other:
+            return one, other
+    longer = max(len(expected), len(got))
+    if len(expected) == len(got):
+        return _NOTHING, _NOTHING
+    shorter = min(len(expected), len(got))
+    return (expected[shorter], _NOTHING) if longer == len(expected) else (_NOTHING, got[shorter])
+
+
+def writes_anything(program: Program) -> bool:
+    """Whether something is changed in place, by the model or by its caller."""
+    if any(action.kind == "edit" for thread in program.threads for action in thread):
+        return True
+    return any(SPECS[op.name].writes for op in _ops(program.body))
+
+
+def _ops(body: tuple[Op | Span, ...]) -> list[Op]:
+    return [op for node in body for op in ([node] if isinstance(node, Op) else _ops(node.body))]
+
+
+def features_of(program: Program) -> set[str]:
+    """What the program contains, for counting."""
+    features = {f"op:{op.name}" for op in _ops(program.body)}
+    features |= {f"span:{span.kind}" for span in spans_of(program.body)}
+    features |= {f"action:{action.kind}" for thread in program.threads for action in thread}
+    features |= {f"timing:{program.settings.timing}", f"tiers:{'+'.join(program.settings.tiers)}"}
+    features |= {f"dtype:{tensor.dtype}" for tensor in (*program.weights, *program.inputs)}
+    for span in spans_of(program.body):
+        features |= {f"nested:{inner.kind} in {span.kind}" for inner in span.body if isinstance(inner, Span)}
+        if span.policy is not None:
+            features |= {f"policy form:{span.policy.form}"}
+            features |= {f"policy:{answer}" for _, answer in span.policy.table}
+        features |= {f"passing:{span.passing}", f"form:{span.form}"}
+    flags = {
+        "threads": len(program.threads) > 1,
+        "wild": program.is_wild,
+        "retain": any(action.retain for thread in program.threads for action in thread),
+        "frozen weight": not all(weight.requires_grad for weight in program.weights),
+        "empty input": any(0 in tensor.shape for tensor in program.inputs),
+        "capped": program.settings.host_limit is not None,
+        "verify": program.settings.verify,
+    }
+    return features | {name for name, is_set in flags.items() if is_set}
+
+
+def _observed(reference: Any, ours: Any) -> set[str]:
+    """What happened, for counting."""
+    seen = {f"error:{value.split(':')[0]}" for _, value in reference.entries if isinstance(value, str)}
+    facts = ours.facts
+    if facts is None:
+        return seen
+    for name in ("swapped_out_bytes", "swapped_in_bytes", "prefetch_hits", "misses", "shared_copies", "recomputed_bytes"):
+        if getattr(facts, name):
+            seen.add(f"did:{name}")
+    return seen | {f"kept:{reason}" for reason in facts.kept_count} | {f"replayed:{why}" for why in facts.replayed_ops}
