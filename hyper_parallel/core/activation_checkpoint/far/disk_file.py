@@ -14,9 +14,10 @@ Direct, and without a copy
 --------------------------
 Bytes that pass through the page cache are copied once more, pile up as dirty pages, and are written when the kernel
 likes. Direct I/O avoids all that but wants memory, offset and length aligned, and tensors are aligned to 64 bytes only.
-So a block is stored with its bytes rotated: first, directly, those from the first aligned *address* on; then, through
-the page cache, the few bytes before and after. ``phase`` is the number of bytes before. A reader whose memory has the
-same phase reads directly too; any other goes through an aligned buffer.
+So a range is stored with its bytes rotated: first those from the first aligned *address* on, straight from where they
+are; then the few before and after, which pass through a small aligned buffer in the same call. ``phase`` is the number
+of bytes before. A reader whose memory has the same phase reads in place too; any other goes through a larger buffer.
+(A buffered write of those few bytes would be simpler, and takes the file's lock against all direct ones beside it.)
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class SwapFile:
         self._fd, self.path = self._open()
         fds = [self._fd]
         self._close = weakref.finalize(self, _close_all, os.getpid(), fds, self.path)
-        self._bounce = threading.local()
+        self._of_thread = threading.local()
         self._alignment = BLOCK_BYTES
         self._direct_fd = self._open_direct() if direct else None
         if self._direct_fd is not None:
@@ -96,52 +97,62 @@ class SwapFile:
 
     def write_at(self, offset: int, view: memoryview, phase: int) -> None:
         """Write all of ``view`` to the block range that starts at ``offset``."""
-        bulk = self._bulk_bytes(view, phase)
+        bulk = _bulk_bytes(view, phase)
+        head, tail = view[:phase], view[phase + bulk :]
+        edge = self._edge_buffer(len(head) + len(tail))
+        copy_bytes(edge[: len(head)], head)
+        copy_bytes(edge[len(head) : len(head) + len(tail)], tail)
         try:
-            if bulk:
-                self._transfer(os.pwritev, view[phase : phase + bulk], offset)
-            _complete(os.pwritev, self._fd, [view[:phase], view[phase + bulk :]], offset + bulk)
+            self._transfer(os.pwritev, [view[phase : phase + bulk], edge], offset)
         except OSError as error:
             self._raise("write", len(view), offset, error)
 
     def read_at(self, offset: int, view: memoryview, phase: int) -> None:
         """Fill ``view`` from what ``write_at`` wrote with this offset, length and phase."""
-        bulk = self._bulk_bytes(view, phase)
+        bulk = _bulk_bytes(view, phase)
+        head, tail = view[:phase], view[phase + bulk :]
+        edge = self._edge_buffer(len(head) + len(tail))
         try:
-            if bulk and (self._direct_fd is None or self.phase_of(view) == phase):
-                self._transfer(os.preadv, view[phase : phase + bulk], offset)
-            elif bulk:
+            if self._direct_fd is None or self.phase_of(view) == phase:
+                self._transfer(os.preadv, [view[phase : phase + bulk], edge], offset)
+            else:
                 self._read_bounced(offset, view[phase : phase + bulk])
-            _complete(os.preadv, self._fd, [view[:phase], view[phase + bulk :]], offset + bulk)
+                self._transfer(os.preadv, [edge], offset + bulk)
         except OSError as error:
             self._raise("read", len(view), offset, error)
+        copy_bytes(head, edge[: len(head)])
+        copy_bytes(tail, edge[len(head) : len(head) + len(tail)])
 
     def close(self) -> None:
         """Give the file back to the kernel; the bytes are gone."""
         self._close()
 
-    def _bulk_bytes(self, view: memoryview, phase: int) -> int:
-        # Too short to hold anything aligned: all of it goes through the page cache.
-        return max(0, len(view) - phase) // BLOCK_BYTES * BLOCK_BYTES
-
-    def _transfer(self, call: _Transfer, view: memoryview, offset: int) -> None:
+    def _transfer(self, call: _Transfer, views: list[memoryview], offset: int) -> None:
         if self._direct_fd is not None:
             try:
-                _complete(call, self._direct_fd, [view], offset)
+                _complete(call, self._direct_fd, views, offset)
                 return
             except OSError as error:
                 # Some memory cannot be mapped for the disk (foreign driver pages); the page cache takes any.
                 if error.errno not in _NOT_DIRECTLY:
                     raise
-        _complete(call, self._fd, [view], offset)
+        _complete(call, self._fd, views, offset)
+
+    def _edge_buffer(self, nbytes: int) -> memoryview:
+        """Aligned memory of this thread for the bytes around the aligned ones, in whole blocks."""
+        return self._buffer()[BOUNCE_BYTES : BOUNCE_BYTES - (-nbytes // BLOCK_BYTES * BLOCK_BYTES)]
+
+    def _buffer(self) -> memoryview:
+        if not hasattr(self._of_thread, "buffer"):
+            self._of_thread.buffer = memoryview(mmap.mmap(-1, BOUNCE_BYTES + 2 * BLOCK_BYTES))
+        buffer: memoryview = self._of_thread.buffer
+        return buffer
 
     def _read_bounced(self, offset: int, view: memoryview) -> None:
-        if not hasattr(self._bounce, "view"):
-            self._bounce.view = memoryview(mmap.mmap(-1, BOUNCE_BYTES))
-        bounce: memoryview = self._bounce.view
+        bounce = self._buffer()
         for at in range(0, len(view), BOUNCE_BYTES):
             part = view[at : at + BOUNCE_BYTES]
-            self._transfer(os.preadv, bounce[: len(part)], offset + at)
+            self._transfer(os.preadv, [bounce[: len(part)]], offset + at)
             copy_bytes(part, bounce[: len(part)])
 
     def _check_directory(self) -> None:
@@ -241,6 +252,10 @@ def copy_bytes(destination: memoryview, source: memoryview) -> None:
         raise ValueError(f"copy_bytes: {len(source)} bytes do not fill {len(destination)}")
     if len(source):
         ctypes.memmove(_address(destination), _address(source), len(source))
+
+
+def _bulk_bytes(view: memoryview, phase: int) -> int:
+    return max(0, len(view) - phase) // BLOCK_BYTES * BLOCK_BYTES
 
 
 def _complete(call: _Transfer, fd: int, views: list[memoryview], offset: int) -> None:
