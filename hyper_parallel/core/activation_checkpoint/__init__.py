@@ -1,5 +1,7 @@
 """The engine room: what happens to a saved value. Policies, records, schedule, far memory; no framework."""
 
+# The submodule `swap` first: importing it binds its name here, and the function of that name must come after.
+from hyper_parallel.core.activation_checkpoint.swap import SwapManager  # isort: skip
 from hyper_parallel.core.activation_checkpoint.activation_checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -8,7 +10,6 @@ from hyper_parallel.core.activation_checkpoint.activation_checkpoint import (
     swap_tensor_wrapper,
     swap_wrapper,
 )
-from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 
 __all__ = [
     "CheckpointPolicy",

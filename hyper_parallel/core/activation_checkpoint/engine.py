@@ -171,6 +171,8 @@ class Engine:
     def _launch_offload(self, record: Record, stream: Stream | None = None) -> None:
         if record.residency is not Residency.DEVICE or record.is_wanted:
             return
+        if record.source_is_unchanged is not None and record.back is None and not record.source_is_unchanged():
+            return  # its bytes are no longer the saved ones and will never be handed out
         had_copy = record.has_far_copy
         refusal = record.start_offload(stream)
         if refusal is not None:

@@ -20,6 +20,11 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 __all__ = ["OpFacts", "facts_of"]
 
 
+_SILENT_VIEWS = frozenset(
+    {torch.ops.aten._unsafe_view.default}
+)  # share their input's storage; their schema does not say so
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpFacts:
     """One op, seen from a selective region."""
@@ -49,7 +54,7 @@ def facts_of(op: Any) -> OpFacts:  # op: torch._ops.OpOverload | torch._ops.High
     )
     if schema.is_mutable:
         return OpFacts(replay_reason="in_place", is_random=is_random, writes=writes)
-    if any(result.alias_info is not None for result in schema.returns):
+    if any(result.alias_info is not None for result in schema.returns) or op in _SILENT_VIEWS:
         return OpFacts(replay_reason="view", is_random=is_random)
     if _is_factory(op, schema):
         return OpFacts(replay_reason="factory", is_random=is_random)

@@ -188,7 +188,7 @@ class Packer:
             self._manager.adopt(record)
         token = version_token(tensor, is_below_autograd=is_below_autograd)
         handle = Handle(record, ViewSpec(tensor), token=token, version=version, where=self.where)
-        if is_below_autograd and record.source_is_unchanged is None:
+        if record.source_is_unchanged is None:
             record.source_is_unchanged = lambda: token._version == version
         return handle
 

@@ -192,9 +192,11 @@ class _Watch(TorchDispatchMode):
         output = op(*args, **kwargs)
         for tensor in inputs:
             self._backend.touch(tensor.untyped_storage(), is_write=id(tensor) in written, what=str(op))
+        shared = {tensor.untyped_storage()._cdata for tensor in inputs}
         for tensor in _tensors(output):
             if _has_storage(tensor):
-                self._backend.touch(tensor.untyped_storage(), is_write=facts.replay_reason != "view", what=str(op))
+                storage = tensor.untyped_storage()
+                self._backend.touch(storage, is_write=storage._cdata not in shared, what=str(op))
         return output
 
 

@@ -4,6 +4,11 @@ A wrapper takes a module's place in the tree. It *shares* the module's own dicti
 and hooks of the state dict, and keeps the module itself outside of them. So names, ``state_dict``, ``.to()``, loading,
 ``deepcopy`` and pickling are those of the wrapped module, without a prefix that would have to be stripped somewhere.
 Attributes that the wrapper does not own are read from, and written to, the wrapped module.
+
+Note: the class
+    Libraries find layers by ``isinstance`` (transformers records hidden states that way, others choose what to shard). So
+    ``__class__`` answers with the wrapped module's class, and ``isinstance`` holds for both. FSDP2 assigns ``__class__`` a
+    new class made of its own and the one it read; the setter makes the same out of the wrapper's real class.
 """
 
 from __future__ import annotations
@@ -77,6 +82,21 @@ class ActivationWrapper(nn.Module, abc.ABC):
         module = self.__dict__["_wrapped"]
         return module.wrapped_module if isinstance(module, ActivationWrapper) else module
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[Any]:  # type: ignore[override]
+        """The wrapped module's class (see "the class")."""
+        module = self.__dict__.get("_wrapped")
+        return type(self) if module is None else module.__class__
+
+    @__class__.setter
+    def __class__(self, new: type[Any]) -> None:
+        extra = tuple(base for base in new.__bases__ if base is not self._wrapped.__class__)
+        own = {name: value for name, value in vars(new).items() if name not in ("__dict__", "__weakref__")}
+        object.__dict__["__class__"].__set__(self, type(new.__name__, (*extra, type(self)), own))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _reborn, (type(self),), self.__getstate__()
+
     # What the wrapper does not own is the wrapped module's.
 
     def __getattr__(self, name: str) -> Any:
@@ -85,7 +105,7 @@ class ActivationWrapper(nn.Module, abc.ABC):
         return getattr(self._wrapped, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._OWN or name.startswith("_fsdp") or name in self.__dict__:
+        if name in self._OWN or name == "__class__" or name.startswith("_fsdp") or name in self.__dict__:
             object.__setattr__(self, name, value)
         else:
             setattr(self._wrapped, name, value)
@@ -160,6 +180,11 @@ class ActivationWrapper(nn.Module, abc.ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._share()
+
+
+def _reborn(kind: type[ActivationWrapper]) -> ActivationWrapper:
+    """An empty wrapper for pickle and copy to fill."""
+    return kind.__new__(kind)
 
 
 class CheckpointWrapper(ActivationWrapper):
