@@ -1,0 +1,1 @@
+"""Far memory: pinned host, pageable host, disk."""

@@ -16,6 +16,7 @@ import torch
 
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.platform.base.trees import tree_map
+from hyper_parallel.platform.torch import compat
 from hyper_parallel.platform.torch.activation_checkpoint.graph import is_in_backward
 from hyper_parallel.platform.torch.activation_checkpoint.packed import Handle, Kept
 from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import Packer, unpack
@@ -50,6 +51,7 @@ class _ThisThread(threading.local):
 _THIS_THREAD = _ThisThread()
 
 
+@compat.run_eagerly("swap_tensor_wrapper marks tensors of an eager forward; torch.compile breaks the graph here.")
 def swap_tensor_wrapper(tree: Any, tag: str | None = None) -> Any:
     """See ``hyper_parallel.swap_tensor_wrapper``."""
     if tag is not None and not isinstance(tag, str):

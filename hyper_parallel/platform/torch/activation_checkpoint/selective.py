@@ -113,6 +113,11 @@ class ForwardMode(TorchDispatchMode):
         self._replayed: dict[str, int] = {}
         self._index = 0
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code inside a region stays compiled: dynamo would otherwise skip every frame under a foreign mode."""
+        return True
+
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
         self._region.close()
@@ -252,6 +257,11 @@ class ReplayMode(TorchDispatchMode):
         self._region = region
         self._counts: dict[Any, int] = {}
         self._used: list[Handle] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code inside a region stays compiled: dynamo would otherwise skip every frame under a foreign mode."""
+        return True
 
     def __enter__(self) -> ReplayMode:
         self._counts = {}

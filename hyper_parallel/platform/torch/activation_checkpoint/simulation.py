@@ -176,6 +176,11 @@ class _Watch(TorchDispatchMode):
         self._backend = backend
         self._simulation = simulation
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code inside a region stays compiled: dynamo would otherwise skip every frame under a foreign mode."""
+        return True
+
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._simulation.timeline.drift()

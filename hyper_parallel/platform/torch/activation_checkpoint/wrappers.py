@@ -82,8 +82,8 @@ class ActivationWrapper(nn.Module, abc.ABC):
         module = self.__dict__["_wrapped"]
         return module.wrapped_module if isinstance(module, ActivationWrapper) else module
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type[Any]:  # type: ignore[override]
+    @property
+    def __class__(self) -> type[Any]:
         """The wrapped module's class (see "the class")."""
         module = self.__dict__.get("_wrapped")
         return type(self) if module is None else module.__class__
