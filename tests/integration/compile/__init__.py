@@ -1,0 +1,1 @@
+"""torch.compile inside our regions, and our regions inside compiled models."""
