@@ -161,7 +161,7 @@ def _tensors(choices: Choices) -> dict[str, tuple[Tensor, ...]]:
 
     return {
         "weights": tuple(tensor(shape(), 20) for _ in range(choices.integer(1, 4))),
-        "inputs": tuple(tensor((rows, columns), 40) for _ in range(choices.integer(1, 2))),
+        "inputs": tuple(tensor((rows, columns), 15) for _ in range(choices.integer(1, 2))),
         "constants": (Tensor(shape=(rows, columns), dtype=dtype(), requires_grad=False),),
     }
 
@@ -229,7 +229,7 @@ def generate(choices: Choices) -> Program:
     body = draft.body(0, 20)
     return Program(
         body=body,
-        outs=tuple(draft.ref() for _ in range(choices.one_of((1, 1, 2, 3)))),
+        outs=tuple(draft.ref() for _ in range(choices.one_of((1, 2, 2, 3, 4)))),
         threads=_schedule(choices),
         settings=_settings(choices),
         seed=choices.integer(0, 99),

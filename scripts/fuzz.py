@@ -1,0 +1,300 @@
+"""The long run of the program fuzzer, as one command.
+
+    python scripts/fuzz.py --programs 20000 --seed 0 --jobs 2 --output out.json
+    python scripts/fuzz.py --programs 500 --device cuda --output gpu.json
+
+Every program runs with and without us, on the simulated accelerator or on a real device with slowed copies, and must give
+the same bytes. Run it again with the same output to go on where it stopped. Each failure is shrunk and written as a
+stand-alone script beside the output. Exit status: 0 no failure, 1 failures, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import pathlib
+import platform
+import sys
+import time
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+CHUNK = 50  # programs per unit of work, and of resumption
+SHRINK_TRIES = 600
+MOST_SHRUNK = 3  # failures of one kind that each process shrinks; the rest is written as it is
+LIMIT_S = 180  # for one program; a hang is a failure like any other
+
+
+# ------------------------------------------------------------------ the worker
+
+
+def work(connection: Any, seed: int, device: str, shrinks: bool) -> None:
+    """Judge program numbers as they come; runs in a process of its own, so that a crash is only a result."""
+    _prepare(device)
+    from fuzz.generate import program_number
+    from fuzz.oracle import judge, signature
+    from fuzz.source import program_to_script
+
+    shrunk: collections.Counter[str] = collections.Counter()
+    for number in iter(connection.recv, None):
+        program = program_number(seed, number)
+        started = time.perf_counter()
+        verdict = judge(program, device)
+        reply = {
+            "number": number,
+            "kind": verdict.kind,
+            "detail": verdict.detail,
+            "features": verdict.features,
+            "seconds": time.perf_counter() - started,
+            "script": None,
+        }
+        if not verdict.is_good:
+            shrunk[signature(verdict.detail)] += 1
+            is_new = shrinks and shrunk[signature(verdict.detail)] <= MOST_SHRUNK
+            smaller = _shrunk(program, verdict.detail, device) if is_new else program
+            title = f"Program {number} of seed {seed}. {judge(smaller, device).detail or verdict.detail}"
+            reply["script"] = program_to_script(smaller, title)
+        connection.send(reply)
+
+
+def _prepare(device: str) -> None:
+    os.environ["HYPER_PARALLEL_PLATFORM"] = "torch"
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+    import torch
+
+    torch.set_num_threads(1)
+    if device != "cpu":
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def _shrunk(program: Any, detail: str, device: str) -> Any:
+    from fuzz.oracle import judge, signature
+    from fuzz.shrink import shrink
+
+    wanted = signature(detail)
+
+    def still_fails(candidate: Any) -> bool:
+        verdict = judge(candidate, device)
+        return not verdict.is_good and signature(verdict.detail) == wanted
+
+    return shrink(program, still_fails, most_tries=SHRINK_TRIES)
+
+
+# ------------------------------------------------------------------ the summary
+
+
+@dataclasses.dataclass(kw_only=True)
+class Summary:
+    """What the run has shown so far; the whole content of the output file."""
+
+    seed: int
+    device: str
+    programs: int = 0
+    seconds: float = 0.0
+    kinds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    features: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    failures: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    done_chunks: list[int] = dataclasses.field(default_factory=list)
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def begun(cls, path: pathlib.Path, seed: int, device: str) -> Summary:
+        """The summary in ``path``, if it is of the same run, else a new one."""
+        if not path.exists():
+            return cls(seed=seed, device=device, versions=_versions(device))
+        data = json.loads(path.read_text())
+        if (data["seed"], data["device"]) != (seed, device):
+            raise SystemExit(
+                f"fuzz: cannot go on with {path}: it is of seed {data['seed']} on {data['device']}, asked for seed {seed} on "
+                f"{device}. Name another output."
+            )
+        data.pop("schema")
+        data.pop("mismatches")
+        data["kinds"] = collections.Counter(data["kinds"])
+        data["features"] = collections.Counter(data["features"])
+        return cls(**data)
+
+    def add(self, replies: list[dict[str, Any]], chunk: int) -> None:
+        """Count one finished chunk."""
+        for reply in replies:
+            self.programs += 1
+            self.seconds += reply["seconds"]
+            self.kinds[reply["kind"]] += 1
+            self.features.update(reply["features"])
+        self.done_chunks.append(chunk)
+
+    def write(self, path: pathlib.Path) -> None:
+        """Replace the file in one step, so that an interruption leaves the old one or the new one."""
+        data: dict[str, Any] = {"schema": 1, "mismatches": len(self.failures)}
+        data |= {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        data["features"] = dict(sorted(self.features.items()))
+        beside = path.with_suffix(".tmp")
+        beside.write_text(json.dumps(data, indent=1))
+        beside.replace(path)
+
+
+def _versions(device: str) -> dict[str, str]:
+    import torch
+
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    if device != "cpu":
+        versions["device"] = torch.cuda.get_device_name()
+    return versions
+
+
+# ------------------------------------------------------------------ the crew
+
+
+class Worker:
+    """A process that judges one program at a time."""
+
+    def __init__(self, arguments: tuple[Any, ...]) -> None:
+        self._arguments = arguments
+        self.todo: collections.deque[int] = collections.deque()
+        self.replies: list[dict[str, Any]] = []
+        self.chunk = -1
+        self.number = -1
+        self.start()
+
+    def start(self) -> None:
+        """A fresh process."""
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=work, args=(theirs, *self._arguments), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def take(self, chunk: int, numbers: range) -> None:
+        """A new chunk."""
+        self.chunk, self.replies, self.todo = chunk, [], collections.deque(numbers)
+        self.next()
+
+    def next(self) -> None:
+        """Send the next program."""
+        self.number = self.todo.popleft()
+        self.since = time.monotonic()
+        self.connection.send(self.number)
+
+    def answer(self) -> dict[str, Any] | None:
+        """The reply of the program that runs, a failure when its process died or hangs; None while it runs."""
+        try:
+            if self.connection.poll():
+                return self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join()
+            return self._lost(f"the process died with exit code {self.process.exitcode}")
+        if time.monotonic() - self.since > LIMIT_S * (1 if self.replies or self.number else 2):
+            self.process.kill()
+            self.process.join()
+            return self._lost(f"no answer after {LIMIT_S} s")
+        return None
+
+    def _lost(self, why: str) -> dict[str, Any]:
+        self.start()
+        return {"number": self.number, "kind": "crash", "detail": why, "features": (), "seconds": 0.0, "script": None}
+
+    def end(self) -> None:
+        """No more work."""
+        with contextlib.suppress(OSError):
+            self.connection.send(None)
+        self.process.join(timeout=10)
+        if self.process.is_alive():
+            self.process.kill()
+
+
+def run(options: argparse.Namespace) -> Summary:
+    """The whole run, with a progress bar."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    summary = Summary.begun(options.output, options.seed, options.device)
+    chunks = collections.deque(
+        chunk for chunk in range((options.programs + CHUNK - 1) // CHUNK) if chunk not in set(summary.done_chunks)
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    workers = [Worker((options.seed, options.device, not options.no_shrink)) for _ in range(min(options.jobs, len(chunks)))]
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("programs", total=options.programs, completed=summary.programs)
+        busy = []
+        for worker in workers:
+            _give(worker, chunks, options.programs)
+            busy.append(worker)
+        while busy:
+            multiprocessing.connection.wait([worker.connection for worker in busy], timeout=1.0)
+            for worker in list(busy):
+                reply = worker.answer()
+                if reply is None:
+                    continue
+                worker.replies.append(reply)
+                progress.advance(task)
+                if reply["kind"] in ("mismatch", "crash"):
+                    _note_failure(summary, reply, options)
+                    console.print(f"[red]program {reply['number']}[/]: {reply['detail'].splitlines()[-1][:150]}", highlight=False)
+                    progress.update(task, description=f"[red]{len(summary.failures)} mismatches[/]")
+                if worker.todo:
+                    worker.next()
+                    continue
+                summary.add(worker.replies, worker.chunk)
+                summary.write(options.output)
+                if chunks:
+                    _give(worker, chunks, options.programs)
+                else:
+                    worker.end()
+                    busy.remove(worker)
+    return summary
+
+
+def _give(worker: Worker, chunks: collections.deque[int], programs: int) -> None:
+    chunk = chunks.popleft()
+    worker.take(chunk, range(chunk * CHUNK, min(programs, (chunk + 1) * CHUNK)))
+
+
+def _note_failure(summary: Summary, reply: dict[str, Any], options: argparse.Namespace) -> None:
+    folder = options.output.with_suffix("")
+    path = None
+    if reply["script"] is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"program_{options.seed}_{reply['number']}.py"
+        path.write_text(reply["script"])
+    known = {failure["number"] for failure in summary.failures}
+    if reply["number"] not in known:
+        summary.failures.append(
+            {
+                "number": reply["number"],
+                "detail": reply["detail"],
+                "script": None if path is None else os.path.relpath(path, options.output.parent),
+            }
+        )
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", type=int, default=1000, help="how many")
+    parser.add_argument("--seed", type=int, default=0, help="which ones")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("fuzz.json"), help="summary, also to go on from")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: the simulated accelerator")
+    parser.add_argument("--no-shrink", action="store_true", help="write failures as they are")
+    options = parser.parse_args()
+    if options.programs < 1 or options.jobs < 1:
+        parser.error("--programs and --jobs must be at least 1")
+    summary = run(options)
+    found = ", ".join(f"{count} {kind}" for kind, count in sorted(summary.kinds.items()))
+    print(f"{summary.programs} programs in {summary.seconds:.0f} s of work: {found}; {len(summary.features)} features; {options.output}")
+    return 1 if summary.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
