@@ -32,7 +32,7 @@ __all__ = [
 
 def applied(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
     """``function.apply``, which torch leaves untyped; every Function of this room returns one tensor."""
-    output: torch.Tensor = function.apply(*arguments)  # type: ignore[no-untyped-call]
+    output: torch.Tensor = function.apply(*arguments)
     return output
 
 
