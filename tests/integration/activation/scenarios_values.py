@@ -228,7 +228,7 @@ def strange_strides_and_types(kind: Kind, log: Log) -> None:
 
 
 class _Multiply(torch.autograd.Function):
-    """A function of the user's, which reads what it saved twice."""
+    """A function of the user's that saves an input, an output and something else."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -237,8 +237,7 @@ class _Multiply(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, y, _ = ctx.saved_tensors
-        _, _, product = ctx.saved_tensors
+        x, y, product = ctx.saved_tensors
         return grad * y + 0 * product, grad * x
 
 
