@@ -139,7 +139,7 @@ def test_room_borrowed_under_a_queued_read_is_not_overwritten_before_it() -> Non
     tier.release(lease, loaded)
     again = lend(tier, backend, MIB)  # the same room: the cap allows no other
     written = write(tier, again, second, backend, out)
-    assert not written.is_done()
+    assert not written.end.happened.wait(0.2)  # the outgoing stream runs, and stands before this copy
     gate.fire()
     loaded.wait()
     assert torch.equal(target, first)
