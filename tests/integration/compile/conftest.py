@@ -11,7 +11,6 @@ import torch
 from hyper_parallel import SwapManager
 from hyper_parallel.platform.platform import get_torch_platform
 
-
 # What torch's own compiler warns of while it traces and generates code is not ours; all else stays an error.
 _COMPILER_WARNINGS = (
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
