@@ -6,6 +6,7 @@
       HyperParallelError
         UnsupportedMemberError (also NotImplementedError)   a Platform member this framework or device cannot serve
         GroupError                                          a rank, group or rendezvous that does not fit the call
+          RendezvousTimeoutError (also TimeoutError)        the other side of a rendezvous never came
         CheckpointFileError                                 a weight file that is missing, foreign, truncated or unsafe
         ActivationError                                     anything about a saved value
           PolicyError (also TypeError)                      a policy answered, or was given, something unknown
@@ -38,6 +39,7 @@ __all__ = [
     "InPlaceChangeError",
     "PlanError",
     "PolicyError",
+    "RendezvousTimeoutError",
     "ReplayMismatchError",
     "SwapImpossibleError",
     "SwapStateError",
@@ -70,6 +72,10 @@ def _rebuild_unsupported_member(member: str, platform: str, reason: str, instead
 
 class GroupError(HyperParallelError):
     """A rank, group or rendezvous that does not fit the call."""
+
+
+class RendezvousTimeoutError(GroupError, TimeoutError):
+    """The other side of a rendezvous never came."""
 
 
 class CheckpointFileError(HyperParallelError):

@@ -18,7 +18,7 @@ import threading
 import time
 from typing import Final
 
-from hyper_parallel.errors import GroupError
+from hyper_parallel.errors import RendezvousTimeoutError
 
 __all__ = ["ROLES", "HookCoordinator"]
 
@@ -104,8 +104,8 @@ class HookCoordinator:
                 self._current = None
                 raise self._timed_out(role="compute", because="the other thread never said that it had dispatched comm")
 
-    def _timed_out(self, role: str, because: str) -> GroupError:
-        return GroupError(
+    def _timed_out(self, role: str, because: str) -> RendezvousTimeoutError:
+        return RendezvousTimeoutError(
             f"HookCoordinator.rendezvous: timed out after {self._timeout_s} s, while waiting to go on with {role!r}; "
             f"because {because}; give both threads equally many hooks, call disable() when one ends, or raise timeout_s"
         )

@@ -10,6 +10,8 @@ import enum
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from hyper_parallel.platform.eager import run_eagerly
+
 if TYPE_CHECKING:
     from hyper_parallel.config import SwapConfig
 
@@ -26,6 +28,7 @@ class CheckpointPolicy(enum.Enum):
     MUST_SWAP = 4  # its bytes are never recomputed: they go to far memory, or stay for a reason that is counted
 
 
+@run_eagerly
 def checkpoint(
     function: Callable[..., Any],
     *args: Any,
@@ -74,6 +77,7 @@ def checkpoint_wrapper(module: Any, **keywords: Any) -> Any:
     return _room().checkpoint_wrapper(module, **keywords)
 
 
+@run_eagerly
 def swap(
     function: Callable[..., Any],
     *args: Any,
@@ -94,6 +98,7 @@ def swap_wrapper(module: Any, policy_fn: Any = None, *, swap_config: SwapConfig 
     return _room().swap_wrapper(module, policy_fn, swap_config=swap_config)
 
 
+@run_eagerly
 def swap_tensor_wrapper(tree: Any, tag: str | None = None) -> Any:
     """Mark the tensors of ``tree`` inside a forward: their storages are swapped when autograd saves them.
 

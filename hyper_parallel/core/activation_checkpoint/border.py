@@ -79,6 +79,9 @@ class DeviceBackend(Protocol):
     def allocate(self, nbytes: int) -> FlatBytes:
         """Uninitialised device bytes from the current stream's pool."""
 
+    def dropped(self, nbytes: int) -> None:
+        """Our reference to so many device bytes just went: a chance to give them back to where they came from."""
+
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether ``error`` is this device saying that it is full."""
 

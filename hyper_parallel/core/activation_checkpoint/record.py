@@ -162,6 +162,7 @@ class Record:
     def _drop_device_bytes(self) -> None:
         self.device_bytes = None
         self.engine.ledger.append(-self.nbytes)
+        self.engine.backend.dropped(self.nbytes)
 
     def cancel_offload(self) -> None:
         """Wanted again before it left: the device bytes are still valid, and the queued copy makes a valid far copy."""

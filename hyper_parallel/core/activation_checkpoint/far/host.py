@@ -157,6 +157,11 @@ class HostTier:
             finally:
                 self._budget.lock.release()
 
+    def host_bytes(self, lease: Lease) -> FlatBytes | None:
+        """The bytes of a lease that lies in one piece."""
+        place: _Place = lease.place
+        return place.hosts[0] if len(place.hosts) == 1 else None
+
     def statistics(self) -> TierStatistics:
         """What it holds and has done so far."""
         with self._budget.lock:

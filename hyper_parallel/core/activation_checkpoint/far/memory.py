@@ -89,6 +89,10 @@ class FarMemory:
         # A tier knows its own completions best, so it gets them bare.
         lease.tier.release(lease, after.bare if isinstance(after, _CheckedCompletion) else after)
 
+    def host_bytes(self, lease: Lease) -> FlatBytes | None:
+        """The lease's bytes where they lie in host memory in one piece; for looking, not for keeping."""
+        return lease.tier.host_bytes(lease) if isinstance(lease.tier, HostTier) else None
+
     def statistics(self) -> tuple[TierStatistics, ...]:
         """What each tier holds and has done, in spill order."""
         return tuple(tier.statistics() for tier in self._tiers)

@@ -7,7 +7,8 @@ Rules every tier keeps
 1. ``reserve`` never blocks for long and never raises for lack of room: it answers with a reason instead of a lease.
 2. ``write`` and ``read`` queue a copy and return; the completion they return orders everything else.
 3. ``release`` may be called while a copy is in flight and from any thread, also from a destructor in the middle of
-   another call of this tier: the room is lent again only after ``after`` is done. It takes no lock it could already hold.
+   another call of this tier. The room is used again only after ``after``: either that is done when the room is lent, or
+   the new lease's ``write`` orders its stream behind it. It takes no lock it could already hold.
 4. What was written stays readable, any number of times, until it is released.
 5. An error of the medium names its path and leaves the bytes readable wherever they still are.
 """

@@ -13,6 +13,7 @@ from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.record import Position
 from hyper_parallel.errors import PolicyError
 from hyper_parallel.platform.base.trees import tree_map
+from hyper_parallel.platform.eager import EAGER_REASON
 from hyper_parallel.platform.torch import compat
 from hyper_parallel.platform.torch.activation_checkpoint.devices import refuse_capture
 from hyper_parallel.platform.torch.activation_checkpoint.graph import next_sequence
@@ -22,11 +23,6 @@ from hyper_parallel.platform.torch.activation_checkpoint.selective import create
 __all__ = ["checkpoint", "framework_checkpoint", "label_of", "noop_context_fn", "swap"]
 
 ContextPair = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
-
-_EAGER_ONLY = (
-    "hyper_parallel regions run eagerly: torch.compile breaks the graph here. Compile the module inside the wrapper instead "
-    "(checkpoint_wrapper(torch.compile(layer))) to have both."
-)
 
 
 def label_of(function: Any) -> str:
@@ -71,7 +67,7 @@ class _Both:
         return stack.__exit__(kind, error, trace)
 
 
-@compat.run_eagerly(_EAGER_ONLY)
+@compat.run_eagerly(EAGER_REASON)
 def checkpoint(
     function: Callable[..., Any],
     *args: Any,
@@ -173,7 +169,7 @@ class _Place:
         self.index = index
 
 
-@compat.run_eagerly(_EAGER_ONLY)
+@compat.run_eagerly(EAGER_REASON)
 def swap(
     function: Callable[..., Any],
     *args: Any,

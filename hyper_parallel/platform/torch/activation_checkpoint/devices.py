@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import time
 import weakref
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -16,6 +17,9 @@ from hyper_parallel.errors import CaptureError
 from hyper_parallel.platform.torch.activation_checkpoint.storages import unseen
 
 __all__ = ["AcceleratorBackend", "HostBackend", "backend_for", "refuse_capture"]
+
+
+_TRIM_EVERY_BYTES: Final = 32 * 2**20
 
 
 class AcceleratorBackend:
@@ -85,6 +89,9 @@ class AcceleratorBackend:
                     f"{self.name}: the host refused {nbytes} bytes of {'pinned ' * pinned}memory"
                 ) from error
 
+    def dropped(self, nbytes: int) -> None:
+        """See the border; the caching allocator reuses what it gets back."""
+
     def copy(self, destination: FlatBytes, source: FlatBytes, stream: Stream) -> None:
         """See the border."""
         with torch._C._DisableTorchDispatch(), torch.no_grad(), self._module.stream(stream):
@@ -112,6 +119,17 @@ class HostBackend:
 
     is_host_memory = True
     name = "cpu"
+
+    def __init__(self) -> None:
+        self._dropped_bytes = 0
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+
+    def dropped(self, nbytes: int) -> None:
+        """See the border. The C allocator keeps what it was given back; what swapping frees must leave the process."""
+        self._dropped_bytes += nbytes
+        if self._trim is not None and self._dropped_bytes >= _TRIM_EVERY_BYTES:
+            self._dropped_bytes = 0
+            self._trim(0)
 
     def unseen(self) -> contextlib.AbstractContextManager[None]:
         """See the border."""

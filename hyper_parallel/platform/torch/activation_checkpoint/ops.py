@@ -39,7 +39,7 @@ class OpFacts:
 @functools.lru_cache(maxsize=4096)
 def facts_of(op: Any) -> OpFacts:  # op: torch._ops.OpOverload | torch._ops.HigherOrderOperator
     """The facts of an op."""
-    if op in SAC_IGNORED_OPS:
+    if op in SAC_IGNORED_OPS or getattr(op, "namespace", None) == "profiler":
         return OpFacts(is_ignored=True)
     schema = getattr(op, "_schema", None)
     is_random = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())

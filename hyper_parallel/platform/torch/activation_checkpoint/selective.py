@@ -17,7 +17,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ __all__ = ["ForwardMode", "Region", "ReplayMode", "create_selective_checkpoint_c
 _RECOMPUTES = frozenset({CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE})
 _CONTEXT = PolicyContext()
 
-Shapes = tuple[tuple[int, ...], ...]
+Inputs = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 class Replayed:
@@ -64,11 +64,11 @@ class Replayed:
 class Filed:
     """An op instance whose output the replay hands out."""
 
-    __slots__ = ("is_changed_later", "output", "shapes")
+    __slots__ = ("inputs", "is_changed_later", "output")
 
-    def __init__(self, output: Any, shapes: Shapes) -> None:
+    def __init__(self, output: Any, inputs: Inputs) -> None:
         self.output = output  # the op's output with every tensor packed
-        self.shapes = shapes
+        self.inputs = inputs
         self.is_changed_later = False
 
 
@@ -185,7 +185,7 @@ class ForwardMode(TorchDispatchMode):
             packed = type(output)(pack(op, item) if isinstance(item, torch.Tensor) else item for item in output)
         else:
             packed = output
-        filed = Filed(packed, _shapes_of(args))
+        filed = Filed(packed, _inputs_of(args))
         for leaf in _packed_leaves(packed):
             key = _storage_key(leaf)
             if key is not None:
@@ -291,7 +291,7 @@ class ReplayMode(TorchDispatchMode):
         entries = self._region.entries.get(op, [])
         if at >= len(entries):
             raise ReplayMismatchError(
-                f"{self._region.where}: the replay ran {op_label(op)} number {at + 1} with inputs {_shapes_of(args)}, "
+                f"{self._region.where}: the replay ran {op_label(op)} number {at + 1} with inputs {_inputs_of(args)}, "
                 f"but forward ran it {len(entries)} times. The function must run the same ops again: look for branches on "
                 "data, on global state or on whether gradients are enabled."
             )
@@ -300,11 +300,11 @@ class ReplayMode(TorchDispatchMode):
             if entry.random_state is not None:
                 entry.random_state.restore()
             return op(*args, **kwargs)
-        shapes = _shapes_of(args)
-        if shapes != entry.shapes:
+        inputs = _inputs_of(args)
+        if inputs != entry.inputs:
             raise ReplayMismatchError(
-                f"{self._region.where}: the replay ran {op_label(op)} number {at + 1} with inputs {shapes}, but forward ran it "
-                f"with {entry.shapes}; its kept output does not fit. The function must run the same ops on the same shapes again."
+                f"{self._region.where}: the replay ran {op_label(op)} number {at + 1} with inputs {inputs}, but forward ran it "
+                f"with {entry.inputs}; its kept output does not fit. The function must run the same ops on the same shapes and dtypes again."
             )
         return _map_packed(entry.output, self._hand_out_copy if entry.is_changed_later else self._hand_out)
 
@@ -344,17 +344,18 @@ def _bytes_of(output: Any) -> int:
     return 0
 
 
-def _shapes_of(args: Any) -> Shapes:
-    return tuple(tuple(arg.shape) for arg in args if isinstance(arg, torch.Tensor))
+def _inputs_of(args: Any) -> Inputs:
+    """What a replayed op must be given again for a filed output to fit."""
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in _tensors_in(args))
 
 
-def _tensors_in(values: list[Any]) -> list[torch.Tensor]:
+def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
             found.append(value)
         elif isinstance(value, tuple | list):
-            found.extend(_tensors_in(list(value)))
+            found.extend(_tensors_in(value))
     return found
 
 

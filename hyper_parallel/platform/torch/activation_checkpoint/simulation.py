@@ -83,6 +83,9 @@ class SimulatedBackend:
         self.touch(buffer.untyped_storage(), is_write=True, what="allocation")
         return buffer
 
+    def dropped(self, nbytes: int) -> None:
+        """See the border."""
+
     def is_out_of_memory(self, error: BaseException) -> bool:
         """See the border."""
         return isinstance(error, MemoryError)

@@ -24,6 +24,7 @@ from hyper_parallel.core.activation_checkpoint.border import FlatBytes
 
 __all__ = ["ViewSpec", "alias", "flat_bytes", "is_parameter_derived", "storage_watch", "unseen", "version_token"]
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _ADINPLACE = torch._C.DispatchKey.ADInplaceOrView
 _PASS_THROUGH = frozenset(
     {"TBackward0", "ToCopyBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0",
@@ -44,6 +45,8 @@ def alias(tensor: torch.Tensor, *, is_below_autograd: bool = False) -> torch.Ten
 
     Handing autograd its own saved output back would be a reference cycle that no collector can break.
     """
+    if type(tensor) not in _PLAIN:
+        return tensor.detach()  # a subclass answers for itself; regions do not count a detach
     if not is_below_autograd:
         if not torch._C._len_torch_dispatch_stack():
             return tensor.detach()
