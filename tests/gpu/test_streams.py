@@ -1,0 +1,155 @@
+"""Streams and threads of the user's own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from .parts import SWAPPING, assert_same, assert_swapped, batch, gradients, loss_of, stack
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("compute_lags")]
+
+each_swapping = pytest.mark.parametrize("wrap", SWAPPING.values(), ids=SWAPPING)
+
+LAG_CYCLES = 2_000_000
+
+
+def _plain() -> dict[str, torch.Tensor]:
+    model, x = stack(), batch(1)
+    torch.manual_seed(1)
+    loss_of(model(x)).backward()
+    return gradients(model, x)
+
+
+@each_swapping
+def test_the_whole_step_on_a_side_stream(wrap: Callable[[Any], Any]) -> None:
+    wanted = _plain()
+    model, x = stack(wrap), batch(1)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    torch.manual_seed(1)
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(LAG_CYCLES)
+        loss_of(model(x)).backward()
+    torch.cuda.current_stream().wait_stream(side)
+    assert_same(gradients(model, x), wanted)
+    assert_swapped()
+
+
+@each_swapping
+def test_forward_on_a_side_stream_backward_called_from_the_default(wrap: Callable[[Any], Any]) -> None:
+    wanted = _plain()
+    model, x = stack(wrap), batch(1)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    torch.manual_seed(1)
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(LAG_CYCLES)
+        loss = loss_of(model(x))
+    torch.cuda.current_stream().wait_stream(side)
+    loss.backward()
+    assert_same(gradients(model, x), wanted)
+    assert_swapped()
+
+
+@each_swapping
+def test_blocks_alternate_between_two_streams(wrap: Callable[[Any], Any]) -> None:
+    """Each block runs on the other stream than the one before; the user orders them, as torch asks."""
+
+    def run(model: Any, *, alternates: bool) -> dict[str, torch.Tensor]:
+        x = batch(1)
+        torch.manual_seed(1)
+        streams = [torch.cuda.current_stream(), torch.cuda.Stream() if alternates else torch.cuda.current_stream()]
+        value = x
+        for index, block in enumerate(model.blocks):
+            here = streams[index % 2]
+            here.wait_stream(streams[(index + 1) % 2])
+            with torch.cuda.stream(here):
+                torch.cuda._sleep(LAG_CYCLES // 4)
+                value.record_stream(here)
+                value = block(value)
+        streams[0].wait_stream(streams[1])
+        value.record_stream(streams[0])
+        loss_of(value).backward()
+        torch.cuda.synchronize()
+        return gradients(model, x)
+
+    wanted = run(stack(), alternates=False)
+    assert_same(run(stack(wrap), alternates=True), wanted)
+    assert_swapped()
+
+
+@each_swapping
+def test_two_threads_with_a_model_and_a_stream_each(wrap: Callable[[Any], Any]) -> None:
+    """No dropout: the device's random state belongs to all threads."""
+
+    def run(model: Any, inputs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        for x in inputs:
+            loss_of(model(x)).backward()
+        return gradients(model, *inputs)
+
+    def inputs(thread: int) -> list[torch.Tensor]:
+        return [batch(10 * thread + index) for index in range(4)]
+
+    wanted = [run(stack(dropout=0.0), inputs(thread)) for thread in range(2)]
+    models = [stack(wrap, dropout=0.0) for _ in range(2)]
+    batches = [inputs(thread) for thread in range(2)]
+    torch.cuda.synchronize()
+    got: list[dict[str, torch.Tensor] | BaseException] = [{}, {}]
+
+    def work(thread: int) -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                got[thread] = run(models[thread], batches[thread])
+                torch.cuda.current_stream().synchronize()
+        except BaseException as error:
+            got[thread] = error
+
+    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+        assert not thread.is_alive(), "a thread hangs"
+    for result, expected in zip(got, wanted):
+        if isinstance(result, BaseException):
+            raise result
+        assert_same(result, expected)
+
+
+def test_graph_capture_of_an_active_region_is_refused() -> None:
+    from hyper_parallel.errors import CaptureError
+
+    for name, wrap in SWAPPING.items():
+        model, x = stack(wrap, dropout=0.0), batch(1)
+        loss_of(model(x)).backward()  # what libraries allocate at their first use is not the region's fault
+        torch.cuda.synchronize()
+        with pytest.raises(CaptureError, match="while a CUDA graph is captured"):
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+                model(x)
+        torch.cuda.synchronize()
+        model.zero_grad(set_to_none=True)
+        x.grad = None
+        loss_of(model(x)).backward()
+        assert x.grad is not None, f"{name}: no step after a refused capture"
+
+
+def test_a_captured_graph_without_a_region_of_ours_still_works() -> None:
+    model, x = stack(dropout=0.0), batch(1)
+    with torch.no_grad():
+        wanted = model(x)
+        warm = torch.cuda.Stream()
+        warm.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(warm):
+            model(x)
+        torch.cuda.current_stream().wait_stream(warm)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = model(x)
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, wanted)
