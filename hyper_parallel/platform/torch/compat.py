@@ -22,6 +22,7 @@ __all__ = [
     "new_named_group",
     "run_eagerly",
     "set_local_tensor",
+    "share_composable_state",
     "symmetric_memory",
     "symmetric_memory_backend",
     "wrapper_attribute",
@@ -146,3 +147,12 @@ def reduce_scatter_single(output: torch.Tensor, data: torch.Tensor, *, group: An
     distributed: Any = torch.distributed
     scatter = getattr(distributed, "reduce_scatter_single", None) or distributed.reduce_scatter_tensor
     return scatter(output, data, group=group, async_op=async_op)
+
+
+def share_composable_state(module: torch.nn.Module, stand_in: torch.nn.Module) -> None:
+    """Let ``stand_in`` carry what ``fully_shard`` knows of ``module``, whose place in the tree it takes."""
+    from torch.distributed import _composable_state
+
+    state = _composable_state._get_module_state(module)
+    if state is not None:
+        _composable_state._insert_module_state(stand_in, state)

@@ -304,7 +304,8 @@ class ReplayMode(TorchDispatchMode):
         if inputs != entry.inputs:
             raise ReplayMismatchError(
                 f"{self._region.where}: the replay ran {op_label(op)} number {at + 1} with inputs {inputs}, but forward ran it "
-                f"with {entry.inputs}; its kept output does not fit. The function must run the same ops on the same shapes and dtypes again."
+                f"with {entry.inputs}; its kept output does not fit. The function must run the same ops on the same shapes "
+                "and dtypes again."
             )
         return _map_packed(entry.output, self._hand_out_copy if entry.is_changed_later else self._hand_out)
 

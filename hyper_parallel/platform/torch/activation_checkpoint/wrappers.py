@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from hyper_parallel.config import SwapConfig
+from hyper_parallel.platform.torch import compat
 from hyper_parallel.platform.torch.activation_checkpoint.checkpointing import checkpoint, swap
 from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import TensorPolicy
 
@@ -67,6 +68,7 @@ class ActivationWrapper(nn.Module, abc.ABC):
         self.__dict__["_wrapped"] = module
         self.__dict__["training"] = module.training
         self._share()
+        compat.share_composable_state(module, self)
 
     def _share(self) -> None:
         for name in _SHARED:
