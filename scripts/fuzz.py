@@ -215,15 +215,30 @@ class Worker:
 def run(options: argparse.Namespace) -> Summary:
     """The whole run, with a progress bar."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     summary = Summary.begun(options.output, options.seed, options.device)
     chunks = collections.deque(
         chunk for chunk in range((options.programs + CHUNK - 1) // CHUNK) if chunk not in set(summary.done_chunks)
     )
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     console = Console(stderr=True)
-    workers = [Worker((options.seed, options.device, not options.no_shrink)) for _ in range(min(options.jobs, len(chunks)))]
+    workers = [
+        Worker((options.seed, options.device, not options.no_shrink)) for _ in range(min(options.jobs, len(chunks)))
+    ]
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("programs", total=options.programs, completed=summary.programs)
         busy = []
@@ -240,7 +255,9 @@ def run(options: argparse.Namespace) -> Summary:
                 progress.advance(task)
                 if reply["kind"] in ("mismatch", "crash"):
                     _note_failure(summary, reply, options)
-                    console.print(f"[red]program {reply['number']}[/]: {reply['detail'].splitlines()[-1][:150]}", highlight=False)
+                    console.print(
+                        f"[red]program {reply['number']}[/]: {reply['detail'].splitlines()[-1][:150]}", highlight=False
+                    )
                     progress.update(task, description=f"[red]{len(summary.failures)} mismatches[/]")
                 if worker.todo:
                     worker.next()
@@ -284,7 +301,9 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=1000, help="how many")
     parser.add_argument("--seed", type=int, default=0, help="which ones")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("fuzz.json"), help="summary, also to go on from")
+    parser.add_argument(
+        "--output", type=pathlib.Path, default=pathlib.Path("fuzz.json"), help="summary, also to go on from"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: the simulated accelerator")
     parser.add_argument("--no-shrink", action="store_true", help="write failures as they are")
     options = parser.parse_args()
@@ -292,7 +311,10 @@ def main() -> int:
         parser.error("--programs and --jobs must be at least 1")
     summary = run(options)
     found = ", ".join(f"{count} {kind}" for kind, count in sorted(summary.kinds.items()))
-    print(f"{summary.programs} programs in {summary.seconds:.0f} s of work: {found}; {len(summary.features)} features; {options.output}")
+    print(
+        f"{summary.programs} programs in {summary.seconds:.0f} s of work: {found}; {len(summary.features)} features; "
+        f"{options.output}"
+    )
     return 1 if summary.failures else 0
 
 

@@ -51,7 +51,19 @@ class HypothesisChoices:
 
 
 _MATRICES = ("linear", "linear", "linear_bias", "matmul", "attention", "bmm", "embedding", "layer_norm", "layer_norm")
-_POINTWISE = ("tanh", "relu", "gelu", "sigmoid", "exp", "sin", "square", "softmax", "log_softmax", "plain_norm", "custom")
+_POINTWISE = (
+    "tanh",
+    "relu",
+    "gelu",
+    "sigmoid",
+    "exp",
+    "sin",
+    "square",
+    "softmax",
+    "log_softmax",
+    "plain_norm",
+    "custom",
+)
 _BINARY = ("add", "mul", "sub", "div", "where", "cat", "stack", "branch", "times_constant")
 _REDUCTIONS = ("mean", "total", "amax", "logsumexp", "cross_entropy", "gather", "sort")
 _VIEWS = ("transpose", "narrow", "columns", "select", "chunk", "split_views", "expand", "flatten", "unsqueeze", "strided",
@@ -67,9 +79,10 @@ _SPAN_KINDS = ("swap", "checkpoint", "swap_wrapper", "checkpoint", "checkpoint_w
                "checkpoint", "swap", "checkpoint_wrapper", "swap_wrapper")  # fmt: skip
 _POLICIES = ("MUST_SAVE", "MUST_SWAP", "PREFER_SAVE", "MUST_RECOMPUTE", "PREFER_RECOMPUTE", "MUST_SWAP", "MUST_SWAP")
 _POLICY_OPS = ("mm", "addmm", "bmm", "mul", "add", "tanh", "exp", "relu", "sigmoid", "gelu", "_softmax", "native_layer_norm",
-               "native_dropout", "bernoulli", "rand_like", "clone", "sin", "cat", "sum", "div", "sub", "where", "_to_copy", "view",
-               "add_", "mul_", "bernoulli_", "_scaled_dot_product_flash_attention_for_cpu", "stack", "sort", "gather", "pow",
-               "t", "slice", "embedding", "max", "amax", "logsumexp", "_unsafe_view", "empty_like", "nll_loss_forward")  # fmt: skip
+               "native_dropout", "bernoulli", "rand_like", "clone", "sin", "cat", "sum", "div", "sub", "where",
+               "_to_copy", "view", "add_", "mul_", "bernoulli_", "_scaled_dot_product_flash_attention_for_cpu", "stack", "sort", "gather", "pow",
+               "t", "slice", "embedding", "max", "amax", "logsumexp", "_unsafe_view", "empty_like",
+               "nll_loss_forward")  # fmt: skip
 
 
 def _chance(choices: Choices, percent: int) -> bool:
@@ -123,7 +136,9 @@ class _Draft:
             calls=choices.one_of((1, 1, 1, 2)),
             swap_inputs=is_checkpoint and _chance(choices, 50),
             policy=self.policy() if is_checkpoint and _chance(choices, 70) else None,
-            tensor_policy="none" if is_checkpoint else choices.one_of(("none", "none", "none", "save_even", "all_save")),
+            tensor_policy="none"
+            if is_checkpoint
+            else choices.one_of(("none", "none", "none", "save_even", "all_save")),
             early_stop=not _chance(choices, 10),
             config=self.config() if _chance(choices, 10) else (),
         )

@@ -87,7 +87,9 @@ def _tensor_lists(tensors: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
             yield shorter
     for number, tensor in enumerate(tensors):
         simpler = [dataclasses.replace(tensor, dtype="float32"), dataclasses.replace(tensor, requires_grad=True)]
-        simpler += [dataclasses.replace(tensor, shape=tuple(min(size, most) for size in tensor.shape)) for most in (1, 2, 4)]
+        simpler += [
+            dataclasses.replace(tensor, shape=tuple(min(size, most) for size in tensor.shape)) for most in (1, 2, 4)
+        ]
         for one in simpler:
             yield (*tensors[:number], one, *tensors[number + 1 :])
 

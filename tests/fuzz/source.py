@@ -43,9 +43,10 @@ class Lowering:
         self.definitions: list[str] = []
         self._values = 0
         self._spans = 0
-        self._ticks = any(
-            action.kind.startswith("fail") for actions in program.threads for action in actions
-        ) or len(program.threads) > 1
+        self._ticks = (
+            any(action.kind.startswith("fail") for actions in program.threads for action in actions)
+            or len(program.threads) > 1
+        )
 
     def _new(self, roots: frozenset[int] | None = None) -> Value:
         number = self._values
@@ -60,7 +61,12 @@ class Lowering:
         visible, lines = self._body(self.program.body, list(inputs), foreign=frozenset())
         outs = [_pick(visible, ref).name for ref in self.program.outs]
         names = ", ".join(value.name for value in inputs)
-        return [*self.definitions, f"def model({names}):", *_indent([*lines, f"return [{', '.join(outs)}]"]), "return model"]
+        return [
+            *self.definitions,
+            f"def model({names}):",
+            *_indent([*lines, f"return [{', '.join(outs)}]"]),
+            "return model",
+        ]
 
     def _body(
         self, body: tuple[Op | Span, ...], visible: list[Value], foreign: frozenset[int]
@@ -74,7 +80,7 @@ class Lowering:
         spec = SPECS[op.name]
         name = "sin" if spec.is_random and len(self.program.threads) > 1 else op.name
         spec = SPECS[name]
-        operands = [_pick(visible, ref) for ref in (op.ins + (0, 0))[: spec.ins]]
+        operands = [_pick(visible, ref) for ref in (*op.ins, 0, 0)[: spec.ins]]
         texts = [operand.name for operand in operands]
         roots = frozenset().union(*(operand.roots for operand in operands)) if spec.aliases else None
         if spec.writes:
@@ -84,9 +90,15 @@ class Lowering:
                 roots = None
             else:
                 self.found_written |= target
-        for letter, ref in zip(spec.weights, op.weights + (0, 0)):
+        for letter, ref in zip(spec.weights, (*op.weights, 0, 0)):
             text = self._weight(letter, ref)
-            texts.append(text if text is not None else "torch.ones(2, 2, device=DEVICE)" if letter == "m" else "torch.ones(2, device=DEVICE)")
+            texts.append(
+                text
+                if text is not None
+                else "torch.ones(2, 2, device=DEVICE)"
+                if letter == "m"
+                else "torch.ones(2, device=DEVICE)"
+            )
             if spec.aliases:
                 roots = frozenset({_BORROWED})
         texts += [str(op.number)] * spec.has_number
@@ -170,7 +182,9 @@ class Lowering:
         elif span.tensor_policy != "none":
             keywords.append(f"policy_fn={span.tensor_policy}(hp)")
         if span.config:
-            keywords.append(f"swap_config=hp.SwapConfig({', '.join(f'{name}={value!r}' for name, value in span.config)})")
+            keywords.append(
+                f"swap_config=hp.SwapConfig({', '.join(f'{name}={value!r}' for name, value in span.config)})"
+            )
         return keywords
 
     def _call(self, span: Span, number: int, names: list[str], passing: str, outs: list[str]) -> list[str]:
@@ -236,9 +250,7 @@ def program_to_source(program: Program) -> str:
     first.run()
     lines = Lowering(program, frozenset(first.found_written)).run()
     settings = dataclasses.asdict(program.settings)
-    actions = ",\n".join(
-        "    [" + ", ".join(_action(action) for action in thread) + "]" for thread in program.threads
-    )
+    actions = ",\n".join("    [" + ", ".join(_action(action) for action in thread) + "]" for thread in program.threads)
     return "\n".join(
         [
             f"SEED = {program.seed}",
@@ -273,14 +285,14 @@ Run it from the repository root: python this_file.py [cuda]
 from __future__ import annotations
 '''
 
-_FOOTER = '''
+_FOOTER = """
 # The program as data (fuzz.program.from_json reads it):
 # {json}
 
 if __name__ == "__main__":
     DEVICE = sys.argv[1] if len(sys.argv) > 1 else "cpu"
     sys.exit(main(sys.modules["__main__"].__dict__, DEVICE))
-'''
+"""
 
 
 def program_to_script(program: Program, title: str = "A fuzzed training program.") -> str:

@@ -1,0 +1,193 @@
+"""The fuzzer itself: programs survive as text, scripts run alone, and a broken engine does not get past it."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from fuzz.generate import program_number
+from fuzz.operations import SPECS
+from fuzz.oracle import features_of, judge, signature
+from fuzz.program import Action, Op, Policy, Program, Settings, Span, Tensor, from_json, spans_of, to_json
+from fuzz.shrink import shrink
+from fuzz.source import program_to_script, program_to_source
+from hyper_parallel.core.activation_checkpoint.record import Record
+from hyper_parallel.platform.torch.activation_checkpoint.packed import Handle, Kept
+
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+_STEP = (Action(kind="forward"), Action(kind="backward"))
+
+
+@pytest.fixture(autouse=True)
+def _on_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYPER_PARALLEL_PLATFORM", "torch")
+
+
+def small(*body: Op | Span, threads: tuple[tuple[Action, ...], ...] = (_STEP,), **fields: Any) -> Program:
+    """A program over one matrix and one input."""
+    given = {
+        "weights": (Tensor(shape=(4, 4)),),
+        "inputs": (Tensor(shape=(3, 4)),),
+        "constants": (Tensor(shape=(3, 4), requires_grad=False),),
+    }
+    return Program(body=body, threads=threads, **{**given, **fields})
+
+
+def swapped(*body: Op | Span) -> Span:
+    return Span(kind="swap", body=body)
+
+
+def op(name: str, *ins: int) -> Op:
+    return Op(name=name, ins=ins or (0,) * SPECS[name].ins, weights=(0,) * len(SPECS[name].weights))
+
+
+CHAIN = small(
+    swapped(op("linear"), op("tanh"), op("linear"), op("gelu"), op("linear")),
+    settings=Settings(window_bytes=0),  # so that everything really leaves
+)
+
+
+def test_a_program_survives_as_text() -> None:
+    for number in range(200):
+        program = program_number(3, number)
+        assert from_json(to_json(program)) == program
+
+
+def test_the_same_number_is_the_same_program_and_another_number_another() -> None:
+    assert program_number(3, 5) == program_number(3, 5)
+    assert len({to_json(program_number(3, number)) for number in range(100)}) > 95
+
+
+def test_a_few_hundred_programs_contain_every_operation_span_policy_and_action() -> None:
+    seen: set[str] = set()
+    for number in range(1500):
+        seen |= features_of(program_number(4, number))
+    assert {f"op:{name}" for name in SPECS} <= seen
+    for kind in ("swap", "swap_wrapper", "checkpoint", "checkpoint_wrapper", "plain", "no_grad", "autocast"):
+        assert f"span:{kind}" in seen
+        assert f"nested:{kind} in checkpoint" in seen
+        assert f"nested:{kind} in swap" in seen
+    for policy in ("MUST_SAVE", "PREFER_SAVE", "MUST_RECOMPUTE", "PREFER_RECOMPUTE", "MUST_SWAP"):
+        assert f"policy:{policy}" in seen
+    for kind in ("grad", "double", "eval", "edit", "drop", "step", "fail_forward", "fail_backward"):
+        assert f"action:{kind}" in seen
+    assert {"threads", "wild", "retain", "frozen weight", "empty input", "capped", "verify"} <= seen
+
+
+def test_every_operation_runs_and_has_a_gradient_where_it_should() -> None:
+    without = {"detach", "empty", "embedding", "constant", "weight_view", "branch"}
+    for name in SPECS:
+        program = small(swapped(op(name)))
+        verdict = judge(program)
+        assert verdict.is_good, f"{name}: {verdict.detail}"
+        if name not in without:
+            assert "did:backward" in verdict.features, name
+
+
+def test_the_source_of_a_program_reads_like_code() -> None:
+    program = small(
+        Span(
+            kind="checkpoint",
+            body=(op("linear"), swapped(op("add", 0, 1))),
+            swap_inputs=True,
+            policy=Policy(table=(("mm", "MUST_SWAP"),)),
+        )
+    )
+    source = program_to_source(program)
+    assert source[source.index("def build") :] == (
+        "def build(hp, W, C, tick):\n"
+        "    def span1(v0, v1):\n"
+        "        v2 = add(v1, v0)\n"
+        "        return v2\n"
+        "    def span0(v0):\n"
+        "        v1 = linear(v0, W[0])\n"
+        "        v3 = hp.swap(span1, v0, v1)\n"
+        "        return v3\n"
+        "    policy0 = function_policy(hp, {'mm': 'MUST_SWAP'}, 'PREFER_RECOMPUTE')\n"
+        "    def model(v0):\n"
+        "        v4 = hp.checkpoint(span0, v0, swap_inputs=True, policy_fn=policy0)\n"
+        "        return [v4]\n"
+        "    return model\n"
+    )
+
+
+def test_a_script_runs_alone(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(program_to_script(CHAIN, "A chain."))
+    environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "results, all equal" in done.stdout
+
+
+def test_every_script_defines_what_it_needs() -> None:
+    for number in range(25):
+        program = program_number(6, number)
+        names: dict[str, Any] = {"__name__": "script"}
+        exec(compile(program_to_script(program), "<script>", "exec"), names)
+        assert names["main"](names, "cpu") == 0
+
+
+def test_a_script_fails_when_the_engine_is_broken(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    names: dict[str, Any] = {"__name__": "script"}
+    exec(compile(program_to_script(CHAIN), "<script>", "exec"), names)
+    _without_waiting_for_loads(monkeypatch)
+    assert names["main"](names, "cpu") == 1
+    assert "with us" in capsys.readouterr().out
+
+
+def _without_waiting_for_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hyper_parallel.core.activation_checkpoint.residency import Move, next_residency
+
+    def finish_load(self: Record) -> None:
+        self.residency = next_residency(self.residency, Move.FINISH_LOAD)
+
+    monkeypatch.setattr(Record, "finish_load", finish_load)
+
+
+def _without_ordering_the_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Record, "_order_owner", lambda self: None)
+
+
+def _without_the_version_check_of_swapped_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Handle, "_check_unchanged", lambda self: None)
+
+
+def _without_the_version_check_of_kept_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Kept, "unpack", lambda self: self.tensor)
+
+
+@pytest.mark.parametrize(
+    "sabotage",
+    [
+        _without_waiting_for_loads,
+        _without_ordering_the_owner,
+        _without_the_version_check_of_swapped_values,
+        _without_the_version_check_of_kept_values,
+    ],
+)
+def test_a_broken_engine_is_found_within_a_few_hundred_programs(sabotage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sabotage(monkeypatch)
+    assert any(not judge(program_number(5, number)).is_good for number in range(400))
+
+
+def test_what_a_broken_engine_does_shrinks_to_a_few_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    _without_ordering_the_owner(monkeypatch)
+    program = next(program for number in range(400) if not judge(program := program_number(5, number)).is_good)
+    wanted = signature(judge(program).detail)
+
+    def still_fails(candidate: Program) -> bool:
+        found = judge(candidate)
+        return not found.is_good and signature(found.detail) == wanted
+
+    smaller = shrink(program, still_fails, most_tries=400)
+    assert still_fails(smaller)
+    assert len(smaller.body) <= 3
+    assert len(list(spans_of(smaller.body))) <= 2
