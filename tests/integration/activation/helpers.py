@@ -28,7 +28,9 @@ __all__ = [
 ]
 
 
-def step_gradients(model: nn.Module, *inputs: Any, loss: Callable[[torch.Tensor], torch.Tensor] | None = None) -> list[Any]:
+def step_gradients(
+    model: nn.Module, *inputs: Any, loss: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> list[Any]:
     """One step: the gradients of all parameters and inputs, and the output."""
     model.zero_grad()
     for value in inputs:

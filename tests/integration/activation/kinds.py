@@ -135,4 +135,6 @@ KINDS: tuple[Kind, ...] = (
     Kind("mixed_in_async_save", _mixed, _under_async_save, recomputes=True, files_outputs=True),
 )
 RECOMPUTING = tuple(kind for kind in KINDS if kind.recomputes)
-SEEDED = tuple(kind for kind in KINDS if kind.name in ("swap", "swap_inputs", "mixed", "all_swapped", "async_save_around"))
+SEEDED = tuple(
+    kind for kind in KINDS if kind.name in ("swap", "swap_inputs", "mixed", "all_swapped", "async_save_around")
+)

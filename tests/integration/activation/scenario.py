@@ -62,7 +62,7 @@ def run(name: str, kind: Kind) -> Results:
     return log.results
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def oracle(name: str, kind: Kind) -> Results:
     """What the step gives without the engine."""
     return run(name, kind)
@@ -76,18 +76,16 @@ def assert_same(name: str, kind: Kind, results: Results) -> None:
     for key, tensor in results.items():
         wanted = replayed[key]
         if key.endswith("buffer") and not _equal(tensor, wanted):
-            wanted = expected[key]  # a region that keeps a batch norm's output updates its statistics once, as plain does
+            wanted = expected[
+                key
+            ]  # a region that keeps a batch norm's output updates its statistics once, as plain does
         assert _equal(tensor, wanted), _difference(name, kind, key, tensor, wanted)
 
 
 def _equal(tensor: torch.Tensor | None, wanted: torch.Tensor | None) -> bool:
     if tensor is None or wanted is None:
         return tensor is wanted
-    return (
-        tensor.dtype == wanted.dtype
-        and tensor.shape == wanted.shape
-        and torch.equal(_bits(tensor), _bits(wanted))
-    )
+    return tensor.dtype == wanted.dtype and tensor.shape == wanted.shape and torch.equal(_bits(tensor), _bits(wanted))
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

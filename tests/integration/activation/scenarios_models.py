@@ -252,7 +252,9 @@ class _Structured(nn.Module):
 
     def forward(self, packet: Packet, pair: Pair) -> tuple[Packet, Pair]:
         body = self.block(packet.body) * pair.left
-        return Packet(body, {"twice": body * 2, "flag": packet.extra["flag"]}), Pair(pair.right["x"].tanh(), {"x": body})
+        return Packet(body, {"twice": body * 2, "flag": packet.extra["flag"]}), Pair(
+            pair.right["x"].tanh(), {"x": body}
+        )
 
 
 @scenario

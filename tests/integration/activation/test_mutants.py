@@ -1,0 +1,385 @@
+"""Each wait, event, hold and check of the engine is needed: without it, a scenario fails.
+
+Every probe passes on the engine as it is; every mutant makes its probe fail by a race, a wrong gradient, a missing raise
+or bytes that stay. A mutant that survives means a scenario is missing, or a blind spot of the simulated accelerator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from _pytest.outcomes import Failed
+
+import hyper_parallel as hp
+from hyper_parallel import CheckpointPolicy
+from hyper_parallel.errors import ActivationError
+from hyper_parallel.platform.torch.activation_checkpoint.simulation import SimulatedBackend
+from hyper_parallel.testing import SimulationError, simulated_accelerator
+from hyper_parallel.testing.simulation import Simulation
+from hyper_parallel.testing.streams import SimulatedEvent, SimulatedStream
+
+from . import test_failures_cost, test_failures_schedule, test_promises, test_scenarios, test_schedule
+from .kinds import KINDS, Kind
+from .mutation import Edit, Mutant
+
+RECORD = "core.activation_checkpoint.record:Record"
+ENGINE = "core.activation_checkpoint.engine:Engine"
+HOST = "core.activation_checkpoint.far.host:HostTier"
+TORCH = "platform.torch.activation_checkpoint"
+
+
+def kind(name: str) -> Kind:
+    return next(kind for kind in KINDS if kind.name == name)
+
+
+def scenario(name: str, kind_name: str, **settings: int) -> Callable[[], None]:
+    return lambda: test_scenarios.check(
+        name, kind(kind_name), timing="lazy", **{**test_scenarios.SMALL_WINDOW, **settings}
+    )
+
+
+def sines(count: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return test_schedule.Sines(count)
+
+
+def a_graph_that_dies_while_its_copies_are_queued() -> None:
+    with simulated_accelerator(window_bytes=10**6):
+        hp.swap_wrapper(sines(4))(test_schedule.unit())
+        torch.rand(4)
+
+
+def room_under_a_load_is_written_again() -> None:
+    """A backward raised, so its loads are queued and nobody waits for them; their room is lent to bytes saved before."""
+    size = 256  # floats: four of these fill the one page that far memory may take
+
+    def stop(gradient: torch.Tensor) -> None:
+        raise ArithmeticError("told to")
+
+    settings = {"window_bytes": 0, "prefetch_bytes": 10**6, "tail_bytes": 4 * 4 * size, "host_limit": 4096}
+    with simulated_accelerator(**settings) as sim, pytest.MonkeyPatch.context() as patch:
+        # A host that looks too early every time: only what it ordered by events is ordered.
+        patch.setattr(SimulatedBackend, "event_is_done", lambda backend, event: False)
+        x = torch.linspace(0, 1, size).requires_grad_()
+        middle = hp.swap_wrapper(sines(3))(x)
+        middle.register_hook(stop)
+        out = hp.swap_wrapper(sines(5))(middle)
+        assert sum(what == "offload" for what, _ in sim.events) == 4
+        with pytest.raises(ArithmeticError, match="told to"):
+            out.sum().backward()
+        assert sum(what == "load" for what, _ in sim.events) == 4
+        y = torch.linspace(0, 1, size).requires_grad_()
+        half = hp.swap_wrapper(sines(4))(y)  # waits in the tail
+        del out, middle
+        hp.swap_wrapper(sines(4))(half).sum().backward()
+    z = torch.linspace(0, 1, size).requires_grad_()
+    sines(8)(z).sum().backward()
+    assert torch.equal(y.grad, z.grad)
+
+
+def addresses_come_again() -> None:
+    """Storages that die give their address to others while the record of the first still lives."""
+    with simulated_accelerator(window_bytes=0, prefetch_bytes=0):
+        x = torch.linspace(0, 1, 64).requires_grad_()
+        hp.swap_wrapper(sines(12))(x).sum().backward()
+        y = torch.linspace(0, 1, 64).requires_grad_()
+        test_schedule.Sines(12)(y).sum().backward()
+        assert torch.equal(x.grad, y.grad)
+
+
+def other_stream(sim: Simulation) -> SimulatedStream:
+    """A second compute stream, which has seen everything that the first one has queued so far."""
+    stream = SimulatedStream("side", runs_at_once=True)
+    sim.timeline.wait(stream, SimulatedEvent(sim.timeline.compute))
+    return stream
+
+
+def a_load_on_a_stream_that_never_saw_the_copy_out() -> None:
+    with simulated_accelerator(window_bytes=test_schedule.UNIT, prefetch_bytes=0) as sim:
+        out = hp.swap_wrapper(sines(1))(test_schedule.unit())
+        main, side = sim.timeline.compute, other_stream(sim)
+        more = hp.swap_wrapper(sines(1))(test_schedule.unit())  # lets the first graph's bytes go, on the main stream
+        assert [what for what, _ in sim.events] == ["offload", "offload", "drop"]
+        sim.timeline.compute = side
+        out.backward(torch.ones_like(out))
+        sim.timeline.compute = main
+        sim.timeline.wait(main, SimulatedEvent(side))
+        del out, more
+
+
+def a_reader_on_another_stream_than_the_buffers() -> None:
+    with simulated_accelerator(window_bytes=0, prefetch_bytes=0) as sim:
+        out = hp.swap_wrapper(sines(1))(test_schedule.unit())
+        assert out.grad_fn._saved_self is not None  # brings the bytes back, into a buffer of the main stream
+        main, side = sim.timeline.compute, other_stream(sim)
+        sim.timeline.compute = side
+        twice = out.grad_fn._saved_self * 2
+        sim.timeline.compute = main
+        del out
+        sim.timeline.wait(main, SimulatedEvent(side))
+        del twice
+
+
+def in_place_twice(policy: CheckpointPolicy) -> Callable[[], None]:
+    def probe() -> None:
+        for tail_bytes in (0, 10**6):
+            test_failures_cost.test_b46_a_change_of_a_filed_output_is_exact(
+                "add", test_failures_cost.always(policy), tail_bytes, False
+            )
+
+    return probe
+
+
+PROBES: dict[str, Callable[[], None]] = {
+    "one step": scenario("one_step", "swap"),
+    "one step, all swapped": scenario("one_step", "all_swapped"),
+    "two backwards": scenario("backward_twice_with_retain_graph", "swap", prefetch_bytes=10**6),
+    "partial grad": scenario("grad_of_a_part", "swap", prefetch_bytes=10**6),
+    "skip connections": scenario("skip_connections", "mixed"),
+    "dropout": lambda: test_failures_cost.test_b47_a_kept_random_op_does_not_move_the_next_one(
+        "bernoulli", CheckpointPolicy.MUST_SAVE
+    ),
+    "dead graph": a_graph_that_dies_while_its_copies_are_queued,
+    "room under a load": room_under_a_load_is_written_again,
+    "load on another stream": a_load_on_a_stream_that_never_saw_the_copy_out,
+    "reader on another stream": a_reader_on_another_stream_than_the_buffers,
+    "addresses again": addresses_come_again,
+    "filed value changed, swapped": in_place_twice(CheckpointPolicy.MUST_SWAP),
+    "filed value changed, saved": in_place_twice(CheckpointPolicy.MUST_SAVE),
+    "swapped value changed": lambda: test_promises.test_a_change_where_plain_raises_raises_naming_op_and_module(
+        test_promises.TIGHT
+    ),
+    "kept value changed": lambda: test_promises.test_a_change_where_plain_raises_raises_naming_op_and_module(
+        {"min_bytes": 10**6}
+    ),
+    "two versions": test_promises.test_two_versions_of_one_storage_are_two_records,
+    "cycle": test_promises.test_a_kept_output_makes_no_cycle,
+    "replay offloads nothing": lambda: test_schedule.test_nothing_leaves_during_a_replay(None),
+    "retained graph": test_schedule.test_a_retained_graph_lets_its_bytes_go_again_without_a_second_copy,
+    "micro-batches": lambda: test_failures_schedule.test_b17_a_micro_batch_brings_back_its_own_records_only(False),
+    "one copy": test_failures_cost.test_b33_a_value_saved_by_three_matmuls_is_copied_once,
+    "region changed after": scenario("in_place_inside_a_layer_used_twice", "all_swapped"),
+}
+
+MUTANTS: tuple[Mutant, ...] = (
+    Mutant(
+        "a copy out does not wait for the producer",
+        (Edit(f"{HOST}.write", "backend.wait_event(stream, ready)", "pass"),),
+        "one step",
+        r"copy out .* reads bytes .* nothing orders",
+    ),
+    Mutant(
+        "device bytes are dropped without waiting for the copy out",
+        (Edit(f"{RECORD}.finish_offload", "self._order_owner()", "pass"),),
+        "one step",
+        r"let go while copy out",
+    ),
+    Mutant(
+        "the owner is not ordered after the copy out",
+        (Edit(f"{RECORD}._order_owner", "self.out.order(self.stream)", "pass"),),
+        "one step",
+        r"let go while copy out",
+    ),
+    Mutant(
+        "the owner is not ordered after the load",
+        (Edit(f"{RECORD}._order_owner", "self.back.order(self.stream)", "pass"),),
+        "one step, all swapped",
+        r"let go while copy back",
+    ),
+    Mutant(
+        "a load does not wait for its buffer",
+        (Edit(f"{HOST}.read", "backend.wait_event(stream, ready)", "pass"),),
+        "one step",
+        r"copy back .* writes bytes that allocation",
+    ),
+    Mutant(
+        "the buffer's event is recorded before the buffer is taken",
+        (
+            Edit(
+                f"{RECORD}.prepare_load",
+                "buffer = backend.allocate(self.nbytes)\n        self._prepared = buffer, backend.record_event(stream), stream",
+                "early = backend.record_event(stream)\n        self._prepared = backend.allocate(self.nbytes), early, stream",
+            ),
+        ),
+        "one step",
+        r"copy back .* writes bytes that allocation",
+    ),
+    Mutant(
+        "a load does not wait for the copy out",
+        (
+            Edit(f"{RECORD}.start_load", "self.out.order(lane)", "pass"),
+            Edit(f"{HOST}.read", "place.written.order(stream)", "pass"),
+        ),
+        "load on another stream",
+        r"copy back .* reads bytes that copy out",
+    ),
+    Mutant(
+        "a reader on another stream is forgotten",
+        (Edit(f"{RECORD}.note_reader", "self._foreign_streams.append(stream)", "pass"),),
+        "reader on another stream",
+        r"let go while .* on side",
+    ),
+    Mutant(
+        "a consumer does not wait for the load",
+        (Edit(f"{RECORD}.finish_load", "self.back.order(self.engine.backend.current_stream())", "pass"),),
+        "one step",
+        r"reads bytes that copy back",
+    ),
+    Mutant(
+        "the destructor does not order",
+        (Edit(f"{RECORD}.__del__", "self._order_owner()", "pass"),),
+        "dead graph",
+        r"let go while copy out",
+    ),
+    Mutant(
+        "far memory is lent again under a load",
+        (Edit(f"{HOST}.write", "completion.order(stream)", "pass"),),
+        "room under a load",
+        r"copy out .* writes bytes that copy back",
+    ),
+    Mutant(
+        "far memory is returned without the load's completion",
+        (Edit(f"{RECORD}.__del__", "self.back if self.back is not None else self.out", "self.out"),),
+        "room under a load",
+        r"copy out .* writes bytes that copy back",
+    ),
+    Mutant(
+        "the source is not held while its copy is queued",
+        (
+            Edit(
+                f"{RECORD}.start_offload",
+                "self.residency = target",
+                "self.residency = target; self.device_bytes = None",
+            ),
+        ),
+        "one step",
+        r"let go while copy out",
+    ),
+    Mutant(
+        "a load in flight is let go without its completion",
+        (
+            Edit(
+                f"{ENGINE}._let_go",
+                "record.finish_load()",
+                "record.residency = Residency.DEVICE; record.back = None",
+            ),
+        ),
+        "partial grad",
+        r"let go while copy back",
+    ),
+    Mutant(
+        "a filed value is not settled before it is changed",
+        (
+            Edit(
+                f"{TORCH}.selective:ForwardMode._protect", "filed.output = _map_packed(filed.output, _settled)", "pass"
+            ),
+        ),
+        "filed value changed, swapped",
+        r"differs by",
+    ),
+    Mutant(
+        "a filed value that is saved is not copied before it is changed",
+        (
+            Edit(
+                f"{TORCH}.selective:ForwardMode._protect", "filed.output = _map_packed(filed.output, _settled)", "pass"
+            ),
+        ),
+        "filed value changed, saved",
+        r"differs by",
+    ),
+    Mutant(
+        "the replay hands out the filed value itself",
+        (
+            Edit(
+                f"{TORCH}.selective:ReplayMode._hand_out_copy",
+                "return value.clone()",
+                "return value",
+            ),
+        ),
+        "filed value changed, saved",
+        r"differs by",
+    ),
+    Mutant(
+        "the version of a swapped value is not checked",
+        (Edit(f"{TORCH}.packed:Handle._check_unchanged", "if not self.is_unchanged():", "if False:"),),
+        "swapped value changed",
+        r"DID NOT RAISE",
+    ),
+    Mutant(
+        "the version of a kept value is not checked",
+        (Edit(f"{TORCH}.packed:Kept.unpack", "if self.tensor._version != self.version:", "if False:"),),
+        "kept value changed",
+        r"DID NOT RAISE",
+    ),
+    Mutant(
+        "a record is found again whatever the version",
+        (Edit(f"{ENGINE}.find", "shared.version != version or ", ""),),
+        "two versions",
+        r"equal",
+    ),
+    Mutant(
+        "the address of a dead storage is not held back",
+        (
+            Edit(
+                f"{TORCH}.saved_tensors:storage_watch",
+                "reference = StorageWeakRef(storage)\n    return lambda: not reference.expired()",
+                "return lambda: True",
+            ),
+        ),
+        "addresses again",
+        r"equal",
+    ),
+    Mutant(
+        "a record is never found again",
+        (Edit(f"{ENGINE}.find", "return shared.record()", "return None"),),
+        "one copy",
+        r"offload|==",
+    ),
+    Mutant(
+        "the random state is not restored",
+        (Edit(f"{TORCH}.selective:ReplayMode.__torch_dispatch__", "entry.random_state.restore()", "pass"),),
+        "dropout",
+        r"differs by",
+    ),
+    Mutant(
+        "autograd gets its own tensor back",
+        (Edit(f"{TORCH}.saved_tensors:Packer.__call__", "Kept(alias(tensor)", "Kept(tensor"),),
+        "cycle",
+        r"expired",
+    ),
+    Mutant(
+        "values of a replay leave",
+        (Edit(f"{TORCH}.saved_tensors:Packer._pack_plain", "if is_in_backward():", "if False:"),),
+        "replay offloads nothing",
+        r"offload|==",
+    ),
+    Mutant(
+        "a retained graph keeps what was brought back",
+        (Edit(f"{ENGINE}.end_of_task", "self._let_go(record)", "pass"),),
+        "retained graph",
+        r"live_bytes",
+    ),
+    Mutant(
+        "every record counts as reachable",
+        (Edit(f"{TORCH}.graph:GraphTask.reach", "return reaches", "return lambda first, last: True"),),
+        "micro-batches",
+        r"brought back another's bytes",
+    ),
+)
+
+
+@pytest.mark.parametrize("name", sorted(PROBES))
+def test_the_engine_passes_every_probe(name: str) -> None:
+    PROBES[name]()
+
+
+NOTICED = (SimulationError, ActivationError, AssertionError, Failed)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("mutant", MUTANTS, ids=repr)
+def test_a_mutant_is_noticed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant.apply(monkeypatch)
+    with pytest.raises(NOTICED, match=mutant.shows):
+        PROBES[mutant.probe]()
