@@ -49,7 +49,7 @@ __all__ = ["ForwardMode", "Region", "ReplayMode", "create_selective_checkpoint_c
 _RECOMPUTES = frozenset({CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE})
 _CONTEXT = PolicyContext()
 
-Inputs = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+Inputs = list[tuple[torch.Size, torch.dtype]]
 
 
 class Replayed:
@@ -59,6 +59,9 @@ class Replayed:
 
     def __init__(self, random_state: RandomState | None) -> None:
         self.random_state = random_state
+
+
+_REPLAYED = Replayed(None)
 
 
 class Filed:
@@ -90,6 +93,7 @@ class Region:
         self.allows_mutation = allows_mutation
         self.entries: dict[Any, list[Replayed | Filed]] = {}
         self.filed_by_storage: dict[int, list[Filed]] = {}
+        self.fresh: list[Kept] = []  # hold the op's very output; aliased when forward is over (see close)
         self.packer = Packer(config=config, where=where, position=self.position)
         self.engines: set[Engine] = set()
 
@@ -97,6 +101,11 @@ class Region:
         """Forward is over: from here the region's values are wanted when backward reaches its last node."""
         self.position.sequence = next_sequence()
         self.filed_by_storage = {}
+        # An output that the region held to the end would be a cycle: output, its node, this region. An alias is none, and
+        # one made here, above autograd, shares the version counter for a tenth of what it costs inside the mode.
+        for kept in self.fresh:
+            kept.tensor = alias(kept.tensor)
+        self.fresh = []
         self.packer.flush()
 
 
@@ -141,12 +150,11 @@ class ForwardMode(TorchDispatchMode):
             return self._run_replayed(op, facts, entries, args, kwargs)
         policy = self._ask(op, args, kwargs)
         if policy in _RECOMPUTES:
-            entries.append(Replayed(self._state_before(facts, args)))
+            entries.append(self._replayed_entry(facts, args))
             output = op(*args, **kwargs)
             self._recomputed_bytes += _bytes_of(output)
             return output
-        entry = Replayed(None)  # what an exception inside the op leaves behind
-        entries.append(entry)
+        entries.append(_REPLAYED)  # what an exception inside the op leaves behind
         output = op(*args, **kwargs)
         self._has_skipped_random |= facts.is_random
         entries[-1] = self._file(op, policy, output, args)
@@ -159,7 +167,7 @@ class ForwardMode(TorchDispatchMode):
         self._replayed[facts.replay_reason] = self._replayed.get(facts.replay_reason, 0) + 1
         if (facts.writes or facts.writes_anything) and not self._region.allows_mutation:
             self._protect_written(facts, args, kwargs)
-        entries.append(Replayed(self._state_before(facts, args)))
+        entries.append(self._replayed_entry(facts, args))
         return op(*args, **kwargs)
 
     def _ask(self, op: Any, args: Any, kwargs: dict[str, Any]) -> CheckpointPolicy:
@@ -171,9 +179,11 @@ class ForwardMode(TorchDispatchMode):
         answer = self._region.policy(_CONTEXT, op, *args, **kwargs)
         return checked_answer(answer, op, where=self._region.where)
 
-    def _state_before(self, facts: OpFacts, args: Any) -> RandomState | None:
+    def _replayed_entry(self, facts: OpFacts, args: Any) -> Replayed:
         """Rule 2: only once the replay would be out of step is a state worth keeping."""
-        return RandomState.now(args) if facts.is_random and self._has_skipped_random else None
+        if facts.is_random and self._has_skipped_random:
+            return Replayed(RandomState.now(args))
+        return _REPLAYED
 
     def _file(self, op: Any, policy: CheckpointPolicy, output: Any, args: Any) -> Filed:
         pack = self._pack_swapped if policy is CheckpointPolicy.MUST_SWAP else self._pack_saved
@@ -197,9 +207,9 @@ class ForwardMode(TorchDispatchMode):
         return self._keep(tensor)
 
     def _keep(self, tensor: torch.Tensor) -> Kept:
-        if type(tensor) is torch.Tensor:
-            return Kept(alias(tensor, is_below_autograd=True), tensor._version, self._region.where)
-        return Kept(tensor.detach(), tensor._version, self._region.where)
+        kept = Kept(tensor, tensor._version, self._region.where)
+        self._region.fresh.append(kept)
+        return kept
 
     def _pack_swapped(self, op: Any, tensor: torch.Tensor) -> Kept | Handle:
         packer, counters = self._region.packer, SwapManager().counters
@@ -347,7 +357,7 @@ def _bytes_of(output: Any) -> int:
 
 def _inputs_of(args: Any) -> Inputs:
     """What a replayed op must be given again for a filed output to fit."""
-    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in _tensors_in(args))
+    return [(tensor.shape, tensor.dtype) for tensor in _tensors_in(args)]
 
 
 def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
