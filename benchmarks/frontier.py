@@ -23,7 +23,10 @@ import torch
 
 import hyper_parallel as hp
 from benchmarks.frontier_modes import modes_for
+from benchmarks.frontier_plot import frontier_svg
 from benchmarks.models import CASES, Case, build, make_step
+from hyper_parallel.core.activation_checkpoint.timing import Span
+from hyper_parallel.report.trace import write_chrome_trace
 
 GIB = 2**30
 
@@ -92,7 +95,40 @@ def run_mode(model: Any, layers: Any, step: Any, mode: Any, *, warmup: int, step
     }
 
 
-def measure(case: Case, names: list[str] | None, *, rounds: int, warmup: int, steps: int) -> dict[str, Any]:
+def record_timeline(model: Any, layers: Any, step: Any, mode: Any, path: str) -> None:
+    """One step as a trace: copies out and back, stalls, and forward and backward of every layer."""
+    marks: list[tuple[str, Any]] = []
+
+    def mark(name: str) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        marks.append((name, event))
+
+    with mode(model, layers):
+        step()
+        handles = [layer.register_forward_hook(lambda *_: mark("forward")) for layer in layers]
+        for layer in layers:
+            hook = lambda _, __, output: output.register_hook(lambda _: mark("backward"))  # noqa: E731
+            handles.append(layer.register_forward_hook(hook))
+        with hp.SwapManager().record_timeline() as spans:
+            base = torch.cuda.Event(enable_timing=True)
+            base.record()
+            marks.append(("forward", base))
+            step()
+            mark("backward")
+        for handle in handles:
+            handle.remove()
+    moments = [(name, base.elapsed_time(event) * 1e3) for name, event in marks]
+    compute = [
+        Span(track="compute", start_us=before[1], end_us=after[1], nbytes=0)
+        for before, after in zip(moments, moments[1:])
+    ]
+    write_chrome_trace(path, [*spans, *compute])
+
+
+def measure(
+    case: Case, names: list[str] | None, *, rounds: int, warmup: int, steps: int, trace_prefix: str | None = None
+) -> dict[str, Any]:
     device, dtype = torch.device("cuda"), torch.bfloat16
     model, layers = build(case, device, dtype)
     step = make_step(case, model, device, dtype)
@@ -111,6 +147,10 @@ def measure(case: Case, names: list[str] | None, *, rounds: int, warmup: int, st
             results.setdefault(name, []).append(row)
             print(f"{case.name} round {round_index} {name}: {_brief(row)}", flush=True)
     summary = {name: _summary(rows, results["none"]) for name, rows in results.items()}
+    if trace_prefix is not None:
+        for name in (name for name in chosen if name.startswith("ours")):
+            path = f"{trace_prefix}_{case.name}_{name.replace(' ', '-')}.json"
+            record_timeline(model, layers, step, modes[name], path)
     del model, layers, step
     gc.collect()
     torch.cuda.empty_cache()
@@ -172,7 +212,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--output", default=None, help="path without suffix; .json and .md are written")
+    parser.add_argument("--output", default=None, help="path without suffix; .json, .md and .svg are written")
+    parser.add_argument("--trace", default=None, help="path prefix for one timeline per mode of ours in the 8k case")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("frontier: needs a CUDA device; there is none here")
@@ -185,7 +226,14 @@ def main() -> None:
         "alloc_conf": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
     }
     results = [
-        measure(CASES[name], args.mode, rounds=args.rounds, warmup=args.warmup, steps=args.steps)
+        measure(
+            CASES[name],
+            args.mode,
+            rounds=args.rounds,
+            warmup=args.warmup,
+            steps=args.steps,
+            trace_prefix=args.trace if name == "stack-8k" else None,
+        )
         for name in (args.case or ["stack-8k", "stack-32k"])
     ]
     text = "\n\n".join(table(result) for result in results)
@@ -197,6 +245,8 @@ def main() -> None:
         with open(args.output + ".md", "w") as file:
             header = "\n".join(f"- {key}: {value}" for key, value in hardware.items())
             file.write(f"# Frontier\n\n{header}\n\n{text}\n")
+        with open(args.output + ".svg", "w") as file:
+            file.write(frontier_svg(results))
 
 
 if __name__ == "__main__":

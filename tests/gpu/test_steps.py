@@ -40,7 +40,8 @@ def test_windows_and_tails(wrap: Callable[[Any], Any], window: int, tail: int) -
     with hp.configure(min_bytes=0, tail_bytes=tail, window_bytes=window, prefetch_bytes=window):
         for _ in range(2):
             assert_same(step(model), wanted)
-    assert hp.stats().swapped_out_bytes > 0
+    if tail == 0:
+        assert hp.stats().swapped_out_bytes > 0  # a tail may hold everything that this small step saves
 
 
 @each_swapping

@@ -130,6 +130,7 @@ def test_graph_capture_of_an_active_region_is_refused() -> None:
         torch.cuda.synchronize()
         with pytest.raises(CaptureError, match="while a CUDA graph is captured"):
             with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+                x.detach().clone()  # an empty capture would warn
                 model(x)
         torch.cuda.synchronize()
         model.zero_grad(set_to_none=True)

@@ -9,6 +9,7 @@ This room imports no framework: what a tensor is, the border of the chosen platf
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import threading
 import warnings
@@ -23,6 +24,7 @@ from hyper_parallel.core.activation_checkpoint.far.memory import FarMemory
 from hyper_parallel.core.activation_checkpoint.record import Position, Record
 from hyper_parallel.core.activation_checkpoint.residency import Residency
 from hyper_parallel.core.activation_checkpoint.statistics import Counters, SwapStats
+from hyper_parallel.core.activation_checkpoint.timing import Span
 from hyper_parallel.errors import InPlaceChangeError, SwapStateError, SwapStateWarning
 
 __all__ = [
@@ -438,6 +440,20 @@ class SwapManager:
         for engine in engines:
             engine.clock.settle()
         return self.counters.snapshot(tiers=tiers, live_records=sum(len(engine.live_records()) for engine in engines))
+
+    @contextlib.contextmanager
+    def record_timeline(self) -> Iterator[list[Span]]:
+        """Fill the yielded list, when the block ends, with every copy and stall inside it. Waits for the device then."""
+        spans: list[Span] = []
+        engines = list(self._engines.values())
+        for engine in engines:
+            engine.clock.start_recording()
+        try:
+            yield spans
+        finally:
+            for engine in engines:
+                spans.extend(engine.clock.stop_recording())
+            spans.sort(key=lambda span: span.start_us)
 
     def reset(self) -> None:
         """Back to the first moment: counters, groups, chains, engines, far memory. Records of living graphs keep theirs."""

@@ -7,13 +7,14 @@ the device, answered a little later from the events.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from typing import Final
 
 from hyper_parallel.core.activation_checkpoint.border import Completion, DeviceBackend, Event, StreamCompletion
 from hyper_parallel.core.activation_checkpoint.statistics import Counters
 
-__all__ = ["LinkClock"]
+__all__ = ["LinkClock", "Span"]
 
 _FIRST_HORIZON_US: Final = 8_000.0
 _LONGEST_HORIZON_US: Final = 40_000.0
@@ -21,6 +22,25 @@ _HORIZON_GROWTH: Final = 1.25
 _LATE_US: Final = 50.0  # below this a wait is the cost of the events themselves
 _SETTLE_EVERY: Final = 128
 _FIRST_PREFETCH_BYTES: Final = 256 * 2**20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Span:
+    """Something that took time on the device, seen from the start of the trace."""
+
+    track: str  # "copy out", "copy back", "stall"
+    start_us: float
+    end_us: float
+    nbytes: int
+
+
+class _Recording:
+    """Raw events of one trace; read when it ends, once everything is done."""
+
+    def __init__(self, base: Event) -> None:
+        self.base = base
+        self.copies: list[tuple[Event, Event, int, bool]] = []
+        self.stalls: list[tuple[Event, Event]] = []
 
 
 class LinkClock:
@@ -32,6 +52,7 @@ class LinkClock:
         self._copies: deque[tuple[Event, Event, int, bool]] = deque()
         self._stalls: deque[tuple[Event, Event, bool]] = deque()
         self._horizon_us = _FIRST_HORIZON_US
+        self._recording: _Recording | None = None
         self.out_bytes_per_us: float | None = None
         self.back_bytes_per_us: float | None = None
 
@@ -46,6 +67,8 @@ class LinkClock:
         """A copy of ``nbytes`` was queued."""
         if isinstance(completion, StreamCompletion):
             self._copies.append((completion.start, completion.end, nbytes, is_out))
+            if self._recording is not None:
+                self._recording.copies.append((completion.start, completion.end, nbytes, is_out))
             if len(self._copies) % _SETTLE_EVERY == 0:
                 self.settle()  # a forward that no backward follows must not let the list grow
 
@@ -54,6 +77,33 @@ class LinkClock:
         if isinstance(completion, StreamCompletion):
             arrival = self._backend.record_event(self._backend.current_stream(), timing=True)
             self._stalls.append((arrival, completion.end, is_load))
+            if self._recording is not None:
+                self._recording.stalls.append((arrival, completion.end))
+
+    def start_recording(self) -> None:
+        """Keep every copy and stall from now on."""
+        self._recording = _Recording(self._backend.record_event(self._backend.current_stream(), timing=True))
+
+    def stop_recording(self) -> list[Span]:
+        """What happened since, in device time. Waits for it to be over."""
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return []
+        spans: list[Span] = []
+        for start, end, nbytes, is_out in recording.copies:
+            self._backend.synchronize_event(end)
+            track = "copy out" if is_out else "copy back"
+            spans.append(self._span(recording.base, start, end, track, nbytes))
+        for arrival, end in recording.stalls:
+            self._backend.synchronize_event(arrival)
+            self._backend.synchronize_event(end)
+            if self._backend.elapsed_us(arrival, end) > 0:
+                spans.append(self._span(recording.base, arrival, end, "stall", 0))
+        return sorted(spans, key=lambda span: span.start_us)
+
+    def _span(self, base: Event, start: Event, end: Event, track: str, nbytes: int) -> Span:
+        start_us, end_us = self._backend.elapsed_us(base, start), self._backend.elapsed_us(base, end)
+        return Span(track=track, start_us=start_us, end_us=end_us, nbytes=nbytes)
 
     def settle(self) -> None:
         """Read every measurement that is done by now."""

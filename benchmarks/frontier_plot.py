@@ -1,0 +1,50 @@
+"""Time against memory as a picture: one panel per case, plain SVG, no library."""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 420, 60, 20, 40, 50
+
+
+def frontier_svg(results: list[dict[str, Any]]) -> str:
+    """All panels, one below the other."""
+    panels = [_panel(result, TOP + index * (HEIGHT + 20)) for index, result in enumerate(results)]
+    height = len(results) * (HEIGHT + 20) + TOP
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" font-family="sans-serif" font-size="11">'
+    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *panels, "</svg>"])
+
+
+def _panel(result: dict[str, Any], top: int) -> str:
+    rows = {name: row for name, row in result["modes"].items() if "error" not in row and row["ratio"] < 1.5}
+    most_act = max(row["act_gib"] for row in rows.values()) * 1.05
+    most_ratio = max(1.3, *(row["ratio"] for row in rows.values())) * 1.01
+    least_ratio = 0.98
+
+    def x(act: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * act / most_act
+
+    def y(ratio: float) -> float:
+        return top + (HEIGHT - BOTTOM) * (1 - (ratio - least_ratio) / (most_ratio - least_ratio))
+
+    parts = [f'<text x="{LEFT}" y="{top - 10}" font-size="14">{html.escape(result["case"]["name"])}</text>']
+    for step in range(100, int(most_ratio * 100) + 1, 5):
+        ratio = step / 100
+        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(ratio):.1f}" y2="{y(ratio):.1f}" stroke="#ddd"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y(ratio) + 4:.1f}" text-anchor="end">{ratio:.2f}</text>')
+    for gib in range(0, int(most_act) + 1, 5):
+        parts.append(f'<text x="{x(gib):.1f}" y="{top + HEIGHT - BOTTOM + 16}" text-anchor="middle">{gib}</text>')
+    parts.append(f'<text x="{WIDTH / 2}" y="{top + HEIGHT - 14}" text-anchor="middle">activation memory, GiB</text>')
+    parts.append(f'<text x="14" y="{top + 140}" transform="rotate(-90 14 {top + 140})">step time, ratio to none</text>')
+    for name, row in sorted(rows.items(), key=lambda item: item[1]["act_gib"]):
+        color = "#0a7d33" if name.startswith("ours") else "#b03030"
+        parts.append(f'<circle cx="{x(row["act_gib"]):.1f}" cy="{y(row["ratio"]):.1f}" r="4" fill="{color}"/>')
+        anchor = "end" if row["act_gib"] > 0.8 * most_act else "start"
+        shift = -7 if anchor == "end" else 7
+        label = f"{html.escape(name)} ({row['ratio']:.3f}, {row['act_gib']:.1f})"
+        parts.append(
+            f'<text x="{x(row["act_gib"]) + shift:.1f}" y="{y(row["ratio"]) + 3:.1f}" text-anchor="{anchor}" '
+            f'fill="{color}" font-size="9">{label}</text>'
+        )
+    return "\n".join(parts)

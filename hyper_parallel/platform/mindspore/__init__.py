@@ -1,0 +1,1 @@
+"""The MindSpore side of the border."""

@@ -1,0 +1,93 @@
+"""What lies below MindSpore's public interface, or may move between its releases (2.9 and later). Tiny functions.
+
+MindSpore carries no types: its tensors, parameters, cells, dtypes and handles are ``Any`` in these rooms.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Final
+
+import mindspore.mint.distributed as dist
+from mindspore.common._grad_function import _Function
+from mindspore.communication.management import GlobalComm
+
+__all__ = [
+    "Function",
+    "forget_world",
+    "init_with_store",
+    "is_recording",
+    "no_grad",
+    "prime_streams",
+    "tensor_transform",
+    "world_name",
+]
+
+Function: Final[Any] = _Function
+"""The base of autograd Functions in PyNative mode."""
+
+_DEFAULT_WORLD_KEY: Final = "hccl_world_group"
+"""The name under which MindSpore's point-to-point calls look for the world, whatever the backend is."""
+
+
+def prime_streams() -> None:
+    """Let streams and events work on the CPU: the first call of each function there only logs an error."""
+    import mindspore.runtime.event as event
+    import mindspore.runtime.stream as stream
+
+    for seen in (stream.function_stream_status, event.function_event_status):
+        seen.update(dict.fromkeys(seen, True))
+
+
+def init_with_store(*, backend: str, timeout: timedelta, world_size: int, rank: int, store: Any) -> None:
+    """Join a world over a TCP store; no scheduler process is needed."""
+    from mindspore.communication.management import _init_with_store
+
+    _init_with_store(backend=backend, timeout=timeout, world_size=world_size, rank=rank, store=store)
+
+
+def remember_world(rank: int, world_size: int) -> None:
+    """Tell the point-to-point calls who I am: they ask for a group that exists on Ascend only."""
+    caches: Any = dist.distributed
+    caches._GROUP_RANK_CACHE[_DEFAULT_WORLD_KEY] = rank
+    caches._GROUP_SIZE_CACHE[_DEFAULT_WORLD_KEY] = world_size
+
+
+def forget_world() -> None:
+    """Drop what MindSpore remembers about a world that was left."""
+    caches: Any = dist.distributed
+    caches._GROUP_RANK_CACHE.clear()
+    caches._GROUP_SIZE_CACHE.clear()
+    GlobalComm.INITED = False
+
+
+def world_name() -> str:
+    """The name of the group of all ranks."""
+    return str(GlobalComm.WORLD_COMM_GROUP)
+
+
+def world_backend() -> str:
+    """The backend of the world; ``dist.get_backend(None)`` answers "hccl" on every device."""
+    backend: Any = GlobalComm.BACKEND  # a Backend, which is a str without a useful str()
+    return str(getattr(backend, "value", backend)).rpartition(".")[2].lower()
+
+
+def is_recording() -> bool:
+    """Whether a gradient is being recorded on this thread."""
+    from mindspore.common.api import _pynative_executor
+
+    return bool(_pynative_executor.grad_flag())
+
+
+def no_grad() -> Any:  # a context manager
+    """A context in which autograd records nothing."""
+    import mindspore
+
+    return mindspore._no_grad()
+
+
+def tensor_transform() -> Any:  # mindspore._c_expression.TensorTransform
+    """MindSpore's layout transformer, one per process."""
+    from mindspore._c_expression import TensorTransform
+
+    return TensorTransform.get_instance()
