@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 import hyper_parallel as hp
+
+
+@pytest.fixture(scope="package", autouse=True)
+def one_thread_per_op() -> Iterator[None]:
+    """Tensors here are tiny: a second thread only waits, and on a busy machine it waits long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 from typing import Any
 
 import torch
@@ -371,7 +370,6 @@ def model_deleted_and_rebuilt(kind: Kind, log: Log) -> None:
         log.model(model)
         unused = kind.forward(model, batch(seed=3))
         del model, unused
-        gc.collect()
 
 
 @scenario
