@@ -28,6 +28,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 CHUNK = 50  # programs per unit of work, and of resumption
 SHRINK_TRIES = 600
 MOST_SHRUNK = 3  # failures of one kind that each process shrinks; the rest is written as it is
+FAILURES = ("mismatch", "crash")
 LIMIT_S = 180  # for one program; a hang is a failure like any other
 
 
@@ -253,7 +254,7 @@ def run(options: argparse.Namespace) -> Summary:
                     continue
                 worker.replies.append(reply)
                 progress.advance(task)
-                if reply["kind"] in ("mismatch", "crash"):
+                if reply["kind"] in FAILURES:
                     _note_failure(summary, reply, options)
                     console.print(
                         f"[red]program {reply['number']}[/]: {reply['detail'].splitlines()[-1][:150]}", highlight=False

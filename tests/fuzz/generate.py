@@ -78,11 +78,12 @@ _CALM_FAMILIES = tuple(family for family in _FAMILIES if family is not _WRITES)
 _SPAN_KINDS = ("swap", "checkpoint", "swap_wrapper", "checkpoint", "checkpoint_wrapper", "plain", "no_grad", "autocast",
                "checkpoint", "swap", "checkpoint_wrapper", "swap_wrapper")  # fmt: skip
 _POLICIES = ("MUST_SAVE", "MUST_SWAP", "PREFER_SAVE", "MUST_RECOMPUTE", "PREFER_RECOMPUTE", "MUST_SWAP", "MUST_SWAP")
-_POLICY_OPS = ("mm", "addmm", "bmm", "mul", "add", "tanh", "exp", "relu", "sigmoid", "gelu", "_softmax", "native_layer_norm",
-               "native_dropout", "bernoulli", "rand_like", "clone", "sin", "cat", "sum", "div", "sub", "where",
-               "_to_copy", "view", "add_", "mul_", "bernoulli_", "_scaled_dot_product_flash_attention_for_cpu", "stack", "sort", "gather", "pow",
-               "t", "slice", "embedding", "max", "amax", "logsumexp", "_unsafe_view", "empty_like",
-               "nll_loss_forward")  # fmt: skip
+_POLICY_OPS = (
+    "mm", "addmm", "bmm", "mul", "add", "tanh", "exp", "relu", "sigmoid", "gelu", "_softmax", "native_layer_norm",
+    "native_dropout", "bernoulli", "rand_like", "clone", "sin", "cat", "sum", "div", "sub", "where", "_to_copy",
+    "view", "add_", "mul_", "bernoulli_", "_scaled_dot_product_flash_attention_for_cpu", "stack", "sort", "gather",
+    "pow", "t", "slice", "embedding", "max", "amax", "logsumexp", "_unsafe_view", "empty_like", "nll_loss_forward",
+)  # fmt: skip
 
 
 def _chance(choices: Choices, percent: int) -> bool:
