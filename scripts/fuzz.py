@@ -65,17 +65,10 @@ def work(connection: Any, seed: int, device: str, shrinks: bool) -> None:
 
 
 def _prepare(device: str) -> None:
-    os.environ["HYPER_PARALLEL_PLATFORM"] = "torch"
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
-    import torch
+    from fuzz import harness
 
-    torch.set_num_threads(1)
-    if device != "cpu":
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cuda.enable_flash_sdp(False)
-        torch.backends.cuda.enable_mem_efficient_sdp(False)
-        torch.backends.cuda.enable_cudnn_sdp(False)
+    harness.prepare(device)
 
 
 def _shrunk(program: Any, detail: str, device: str) -> Any:

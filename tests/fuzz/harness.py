@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import os
 import random
 import sys
 import tempfile
@@ -32,6 +33,7 @@ class Plain:
 
     ``exact``: nothing is recomputed, and every saved value is copied when it is saved. These are the gradients that the
     mathematics means, also where a later change in place makes torch raise.
+    ``bare``: nothing is recomputed, and torch's own check for changes in place is on.
     ``hooked``: hooks that keep every value stand where ours would. What torch itself leaves behind under hooks, after an
     error inside backward, is not our leak.
     """
@@ -56,7 +58,7 @@ class Plain:
     def checkpoint(
         self, function, *args, swap_inputs=False, policy_fn=None, swap_config=None, early_stop=True, **kwargs
     ):
-        if self.way == "exact":
+        if self.way in ("exact", "bare"):
             return function(*args, **kwargs)
         if "early_stop" in inspect.signature(torch_checkpoint).parameters:
             kwargs["early_stop"] = early_stop
@@ -394,6 +396,25 @@ class Outcome:
         self.entries, self.faults, self.facts = entries, faults, facts
 
 
+def prepare(device):
+    """Settings of the process under which two equal runs give equal bytes."""
+    os.environ.setdefault("HYPER_PARALLEL_PLATFORM", "torch")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the device is first used
+    torch.set_num_threads(1)
+    if device != "cpu":
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def allocated_bytes():
+    """Of the real device, without the workspaces that its libraries keep."""
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated()
+
+
 @contextlib.contextmanager
 def device_of(settings, device):
     """The simulated accelerator, or a real device with slow copies; yields how many device bytes live now."""
@@ -410,7 +431,7 @@ def device_of(settings, device):
                 yield lambda: simulation.live_bytes
             return
         with configure(SwapConfig(**fields)), slow_copies(settings["seed"]):
-            yield lambda: torch.cuda.memory_allocated()
+            yield allocated_bytes
             torch.cuda.synchronize()
 
 
@@ -504,9 +525,7 @@ def main(program, device):
     """Compare, and say what differs. 0 when nothing does."""
     import hyper_parallel
 
-    torch.set_num_threads(1)
-    if device != "cpu":
-        torch.use_deterministic_algorithms(True)
+    prepare(device)
     warnings.simplefilter("ignore")
     reference, ours = run_once(program, Plain(), device), run_once(program, hyper_parallel, device)
     lines = faults_of(program, reference, ours, device)

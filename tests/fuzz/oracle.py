@@ -8,6 +8,8 @@ Verdicts
                where the program changes something in place.
 ``exact``      torch's own run raises or is wrong (its checkpoint replays a change twice), and our numbers are those of
                the same program with every saved value copied at the moment it was saved.
+``unjudged``   torch's own checkpoint hides a change in place that the bare program raises for, and an error is planned inside
+               the recompute, which the exact run does not have: there is nothing to compare with.
 ``mismatch``   anything else, and anything that a run leaves behind.
 """
 
@@ -28,7 +30,7 @@ from fuzz.source import program_to_source
 
 __all__ = ["Verdict", "features_of", "judge", "signature"]
 
-_GOOD = ("equal", "refused", "guarded", "exact")
+_GOOD = ("equal", "refused", "guarded", "exact", "unjudged")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,6 +86,10 @@ def _compare(program: Program, names: dict[str, Any], reference: Any, ours: Any,
     is_checkpointed = any(span.kind.startswith("checkpoint") for span in spans_of(program.body))
     if exact.entries == ours.entries and (is_checkpointed or expected[1] != "in-place"):
         return Verdict(kind="exact", detail=detail)
+    if is_checkpointed and any(action.kind == "fail_backward" for thread in program.threads for action in thread):
+        bare = harness.run_once(names, harness.Plain("bare"), device)
+        if any(value == "in-place" for _, value in bare.entries):
+            return Verdict(kind="unjudged", detail=detail)
     return Verdict(kind="mismatch", detail=detail)
 
 

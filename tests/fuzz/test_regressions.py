@@ -1,0 +1,91 @@
+"""Every bug that the fuzzer found, by name."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import hyper_parallel as hp
+from hyper_parallel.testing import simulated_accelerator
+
+
+@pytest.fixture(autouse=True)
+def _on_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYPER_PARALLEL_PLATFORM", "torch")
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import hyper_parallel",
+        "import hyper_parallel.core.activation_checkpoint.swap",
+        "import hyper_parallel.testing",
+        "from hyper_parallel.core.activation_checkpoint.activation_checkpoint import swap",
+    ],
+)
+def test_swap_is_the_function_whatever_was_imported_first(first: str) -> None:
+    # The module of the same name, imported after the function, took its place in the package.
+    code = (
+        f"{first}\nimport hyper_parallel, hyper_parallel.core.activation_checkpoint as room\n"
+        "import hyper_parallel.core.activation_checkpoint.swap\n"
+        "assert callable(hyper_parallel.swap) and hyper_parallel.swap is room.swap, hyper_parallel.swap"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("look", ["detach", "_unsafe_view"])
+def test_a_view_is_no_write(look: str) -> None:
+    # The simulator took a detach, or an _unsafe_view, of a value that waits in the tail for a write to it.
+    with simulated_accelerator(tail_bytes=64) as simulation:
+        x = torch.randn(4, 4, requires_grad=True)
+
+        def layer(x: torch.Tensor) -> torch.Tensor:
+            y = x.sin()
+            z = y.exp()
+            seen = z.detach() if look == "detach" else torch.ops.aten._unsafe_view.default(z.detach(), [16])
+            assert seen.numel() == 16
+            for _ in range(4):
+                z = z.sin()
+            return z
+
+        hp.swap(layer, x).sum().backward()
+        assert not simulation.violations
+        ours = x.grad
+    plain = x.detach().clone().requires_grad_()
+    layer(plain).sum().backward()
+    assert torch.equal(ours, plain.grad)
+
+
+@pytest.mark.parametrize("policy", ["PREFER_RECOMPUTE", "MUST_SAVE", "MUST_SWAP"])
+@pytest.mark.parametrize("uses_before", [0, 1])
+def test_a_weight_that_autocast_has_cached_is_no_op_of_the_region(policy: str, uses_before: int) -> None:
+    # Forward found the weight's cast in autocast's cache, the replay cast it again: the op counts differed.
+    answer = getattr(hp.CheckpointPolicy, policy)
+
+    def step(door: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(4, 4))
+        x = torch.randn(3, 4, requires_grad=True)
+
+        def region(x: torch.Tensor) -> torch.Tensor:
+            return F.linear(F.linear(x, weight).tanh(), weight)
+
+        with torch.autocast("cpu", torch.bfloat16):
+            y = x
+            for _ in range(uses_before):
+                y = F.linear(y, weight)
+            y = door(region, y)
+            y = door(region, y)
+        y.float().sum().backward()
+        return [weight.grad, x.grad]
+
+    expected = step(lambda region, y: torch.utils.checkpoint.checkpoint(region, y, use_reentrant=False))
+    with simulated_accelerator(window_bytes=0):
+        got = step(lambda region, y: hp.checkpoint(region, y, policy_fn=lambda *args, **kwargs: answer))
+    assert all(map(torch.equal, got, expected))
