@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import abc
 import os
+import socket
+import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -112,7 +114,78 @@ class TorchAdapter(Adapter):
         self._platform.destroy_process_group()
 
 
-ADAPTERS: Final[Mapping[str, type[Adapter]]] = {"torch": TorchAdapter}
+class MindSporeAdapter(Adapter):
+    """MindSpore on the CPU, eager, over mccl."""
+
+    name = "mindspore"
+    can_rejoin = False
+    gradient_dtype = "float64"
+    tolerance = 1e-12
+
+    def __init__(self) -> None:
+        import mindspore
+
+        from hyper_parallel.platform.mindspore.platform import MindSporePlatform
+
+        # The asynchronous pipeline is slower on few cores, and reports an error at some later op.
+        mindspore.runtime.launch_blocking()
+        self._mindspore = mindspore
+        self._platform = MindSporePlatform()
+
+    @property
+    def platform(self) -> Platform:
+        return self._platform
+
+    def tensor(self, array: Any, dtype: str | None = None, requires_grad: bool = False) -> Any:
+        kind = None if dtype is None else getattr(self._mindspore, "bool_" if dtype == "bool" else dtype)
+        made = self._mindspore.Tensor(np.array(array, copy=True))
+        made = made if kind is None or made.dtype == kind else made.to(kind)
+        if requires_grad:
+            made.requires_grad_()
+        return made
+
+    def numpy(self, tensor: Any) -> np.ndarray:
+        is_bfloat16 = tensor.dtype == self._mindspore.bfloat16
+        with self._mindspore._no_grad():
+            return np.array((tensor.to(self._mindspore.float32) if is_bfloat16 else tensor).asnumpy(), copy=True)
+
+    def value_and_gradients(self, function: Callable[..., Any], *arrays: Any) -> tuple[np.ndarray, list[np.ndarray]]:
+        tensors = [self.tensor(array) for array in arrays]
+        wanted = tuple(place for place, tensor in enumerate(tensors) if tensor.is_floating_point())
+        value, grads = self._mindspore.value_and_grad(function, wanted)(*tensors)
+        grads = grads if isinstance(grads, tuple) else (grads,)
+        return self.numpy(value), [self.numpy(grad) for grad in grads]
+
+    def join(self, rank: int, size: int, meeting_place: Path) -> None:
+        import mindspore.mint.distributed as dist
+
+        limit = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+        store = dist.TCPStore("127.0.0.1", _shared_port(meeting_place, rank), size, rank == 0, limit)
+        self._platform.init_process_group(store=store, rank=rank, world_size=size, timeout=limit)
+
+    def leave(self) -> None:
+        self._platform.destroy_process_group()
+
+
+def _shared_port(meeting_place: Path, rank: int) -> int:
+    """A port of this machine that rank 0 finds free and tells the others through the meeting place."""
+    note = meeting_place.with_suffix(".port")
+    if rank == 0:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        note.with_suffix(".part").write_text(str(port))
+        note.with_suffix(".part").rename(note)
+        return port
+    deadline = time.monotonic() + COLLECTIVE_TIMEOUT_S
+    while not note.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank {rank}: rank 0 has not written {note}")
+        time.sleep(0.01)
+    return int(note.read_text())
+
+
+ADAPTERS: Final[Mapping[str, type[Adapter]]] = {"torch": TorchAdapter, "mindspore": MindSporeAdapter}
 _made: dict[str, Adapter] = {}
 
 

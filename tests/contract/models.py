@@ -81,7 +81,61 @@ class TorchModels(Models):
         model(torch.tensor(array, dtype=torch.float32)).square().sum().backward()
 
 
+class MindSporeModels(Models):
+    """On MindSpore."""
+
+    def small(self) -> Any:
+        import mindspore
+        from mindspore import mint, nn
+
+        class Small(nn.Cell):
+            def __init__(self) -> None:
+                super().__init__()
+                self.embed = mint.nn.Embedding(6, 4)
+                self.first = mint.nn.Linear(4, 4)
+                self.second = nn.Dense(4, 4)
+                self.register_buffer("scale", mint.ones((4,)))
+
+            def construct(self, x: Any) -> Any:
+                return self.second(mint.tanh(self.first(x + self.embed.weight[0]))) * self.scale
+
+        mindspore.set_seed(0)
+        return Small()
+
+    def tied(self) -> Any:
+        import mindspore
+        from mindspore import mint, nn
+
+        class Tied(nn.Cell):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first = mint.nn.Linear(4, 4)
+                self.second = mint.nn.Linear(4, 4)
+                self.second.weight = self.first.weight
+
+            def construct(self, x: Any) -> Any:
+                return self.second(mint.tanh(self.first(x)))
+
+        mindspore.set_seed(0)
+        return Tied()
+
+    def run(self, model: Any, array: np.ndarray) -> np.ndarray:
+        import mindspore
+
+        with mindspore._no_grad():
+            return np.array(model(mindspore.Tensor(array.astype(np.float32))).asnumpy(), copy=True)
+
+    def backward(self, model: Any, array: np.ndarray) -> None:
+        import mindspore
+
+        parameters = model.trainable_params()
+        step = mindspore.value_and_grad(lambda x: model(x).square().sum(), None, parameters)
+        _, gradients = step(mindspore.Tensor(array.astype(np.float32)))
+        for parameter, gradient in zip(parameters, gradients):
+            parameter.grad = gradient
+
+
 def models_for(adapter: Adapter) -> Models:
     """The models of that framework."""
-    known = {"torch": TorchModels}
+    known: dict[str, type[Models]] = {"torch": TorchModels, "mindspore": MindSporeModels}
     return known[adapter.name]()

@@ -9,22 +9,29 @@ from datetime import timedelta
 from typing import Any, Final
 
 import mindspore.mint.distributed as dist
+from mindspore._c_expression import typing as _typing
 from mindspore.common._grad_function import _Function
 from mindspore.communication.management import GlobalComm
 
 __all__ = [
     "Function",
+    "GlobalComm",
+    "Number",
     "forget_world",
     "init_with_store",
-    "is_recording",
     "no_grad",
     "prime_streams",
+    "remember_world",
     "tensor_transform",
+    "world_backend",
     "world_name",
 ]
 
 Function: Final[Any] = _Function
 """The base of autograd Functions in PyNative mode."""
+
+Number: Final[Any] = _typing.Number
+"""The class of every dtype that a tensor can have."""
 
 _DEFAULT_WORLD_KEY: Final = "hccl_world_group"
 """The name under which MindSpore's point-to-point calls look for the world, whatever the backend is."""
@@ -70,13 +77,6 @@ def world_backend() -> str:
     """The backend of the world; ``dist.get_backend(None)`` answers "hccl" on every device."""
     backend: Any = GlobalComm.BACKEND  # a Backend, which is a str without a useful str()
     return str(getattr(backend, "value", backend)).rpartition(".")[2].lower()
-
-
-def is_recording() -> bool:
-    """Whether a gradient is being recorded on this thread."""
-    from mindspore.common.api import _pynative_executor
-
-    return bool(_pynative_executor.grad_flag())
 
 
 def no_grad() -> Any:  # a context manager

@@ -25,11 +25,10 @@ class NoDTensor(mindspore.Tensor):  # type: ignore[misc]
 
 @functools.cache
 def _known_dtypes() -> Mapping[str, Any]:
-    numbers = (mindspore.dtype.Number, type(mindspore.bool_))
     names = {
         name: value
         for name, value in vars(mindspore).items()
-        if isinstance(value, numbers) and not name.startswith("_") and name not in ("number", "number_type")
+        if isinstance(value, compat.Number) and type(value) is not compat.Number and not name.startswith("_")
     }
     names["bool"] = mindspore.bool_
     return MappingProxyType(names)
@@ -132,7 +131,7 @@ class MindSporeTensorMembers(TensorMembers):
     def get_tensor_storage_size(tensor: Any) -> int:
         """Serialised bytes: elements × element size."""
         data = require_tensor(tensor, member="get_tensor_storage_size")
-        return math.prod(data.shape) * int(data.itemsize)
+        return int(math.prod(data.shape)) * int(data.itemsize)
 
     @staticmethod
     def tensor_type_cast(input_data: Any, cast_type: Any) -> Any:
