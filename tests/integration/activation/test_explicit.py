@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import itertools
 import threading
 from typing import Any
 
@@ -188,14 +189,14 @@ def test_a_tensor_changed_since_is_refused() -> None:
         tensor = SwapTensor(value, "layer.op")
         value.add_(1)
         with pytest.raises(
-            InPlaceChangeError, match="SwapTensor 'layer.op': cannot be offloaded, because it was changed in place"
+            InPlaceChangeError, match=r"SwapTensor 'layer\.op': cannot be offloaded, because it was changed in place"
         ):
             tensor.async_offload()
         assert tensor.state == "device"
         resized = torch.rand(3)
         tensor = SwapTensor(resized, "layer.other")
         resized.untyped_storage().resize_(400)
-        with pytest.raises(InPlaceChangeError, match="layer.other"):
+        with pytest.raises(InPlaceChangeError, match=r"layer\.other"):
             tensor.async_offload()
 
 
@@ -476,7 +477,7 @@ def test_the_current_name_belongs_to_a_thread_and_context() -> None:
 def test_the_last_group_is_the_end_of_a_declared_chain() -> None:
     manager = SwapManager()
     layers = [nn.Linear(2, 2) for _ in range(3)]
-    chains = [manager.set_forward_prefetch_layer(first, second) for first, second in zip(layers[:-1], layers[1:])]
+    chains = [manager.set_forward_prefetch_layer(first, second) for first, second in itertools.pairwise(layers)]
     is_last: list[bool] = []
     for layer in layers:
         layer.register_forward_pre_hook(lambda module, args: is_last.append(manager.is_last_group()))
