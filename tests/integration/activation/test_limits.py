@@ -140,7 +140,6 @@ def test_every_reason_to_stay_is_counted() -> None:
     assert kept["parameter"] >= 1
     assert kept["policy"] >= 1
     assert kept["no_plain_storage"] >= 1
-    assert sum(kept.values()) == sum(kept[reason] for reason in kept)
     assert set(kept) <= {
         "parameter", "policy", "no_plain_storage", "empty", "below_min_bytes", "needed_first", "saved_during_backward",
     }  # fmt: skip
