@@ -98,6 +98,7 @@ class Summary:
     kinds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     features: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     failures: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    refusals: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # right without us, and we raise: allowed
     done_chunks: list[int] = dataclasses.field(default_factory=list)
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -125,6 +126,8 @@ class Summary:
             self.seconds += reply["seconds"]
             self.kinds[reply["kind"]] += 1
             self.features.update(reply["features"])
+            if reply["kind"] == "refused":
+                self.refusals.append({"number": reply["number"], "detail": reply["detail"]})
         self.done_chunks.append(chunk)
 
     def write(self, path: pathlib.Path) -> None:

@@ -3,7 +3,7 @@
 Verdicts
 --------
 ``equal``      every output, gradient and error kind is the same, bitwise.
-``guarded``    we raise InPlaceChangeError where torch's own checkpoint returns wrong numbers.
+``guarded``    we raise InPlaceChangeError where torch's own check raises for the bare program, and its checkpoint hides it.
 ``refused``    we raise InPlaceChangeError where the run without us is right. Promised only as the lesser evil, and good only
                where the program changes something in place.
 ``exact``      torch's own run raises or is wrong (its checkpoint replays a change twice), and our numbers are those of
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import hyper_parallel
-from fuzz import harness, operations
+from fuzz import doors, harness, operations
 from fuzz.operations import SPECS
 from fuzz.program import Op, Program, Span, spans_of
 from fuzz.source import program_to_source
@@ -51,7 +51,7 @@ def compiled(program: Program, device: str = "cpu") -> dict[str, Any]:
     """The names that the program's source defines."""
     names = {name: operations.function_of(name) for name in SPECS}
     names |= {
-        name: getattr(harness, name)
+        name: getattr(doors, name)
         for name in ("function_policy", "bools_policy", "cycle_policy", "save_even", "all_save")
     }
     names |= {"torch": torch, "DEVICE": device}
@@ -64,7 +64,7 @@ def judge(program: Program, device: str = "cpu") -> Verdict:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         names = compiled(program, device)
-        reference = harness.run_once(names, harness.Plain(), device)
+        reference = harness.run_once(names, doors.Plain(), device)
         ours = harness.run_once(names, hyper_parallel, device)
         verdict = _compare(program, names, reference, ours, device)
     return dataclasses.replace(verdict, features=tuple(sorted({*features_of(program), *_observed(reference, ours)})))
@@ -80,16 +80,19 @@ def _compare(program: Program, names: dict[str, Any], reference: Any, ours: Any,
     detail = f"without us {harness.shown(expected)}\nwith us    {harness.shown(got)}"
     if any(str(entry[1]).startswith(("ours:", "unexpected:")) for entry in ours.entries if isinstance(entry[1], str)):
         return Verdict(kind="mismatch", detail=detail)
-    exact = harness.run_once(names, harness.Plain("exact"), device)
+    bare = harness.run_once(names, doors.Plain("bare"), device)
+    is_hidden = any(
+        value == "in-place" for _, value in bare.entries
+    )  # torch's own check sees it, its checkpoint does not
     if got[1] == "in-place" and writes_anything(program):
-        return Verdict(kind="refused" if exact.entries == reference.entries else "guarded", detail=detail)
+        return Verdict(kind="guarded" if is_hidden else "refused", detail=detail)
+    exact = harness.run_once(names, doors.Plain("exact"), device)
     is_checkpointed = any(span.kind.startswith("checkpoint") for span in spans_of(program.body))
     if exact.entries == ours.entries and (is_checkpointed or expected[1] != "in-place"):
         return Verdict(kind="exact", detail=detail)
-    if is_checkpointed and any(action.kind == "fail_backward" for thread in program.threads for action in thread):
-        bare = harness.run_once(names, harness.Plain("bare"), device)
-        if any(value == "in-place" for _, value in bare.entries):
-            return Verdict(kind="unjudged", detail=detail)
+    plans_an_error = any(action.kind == "fail_backward" for thread in program.threads for action in thread)
+    if is_checkpointed and is_hidden and plans_an_error:
+        return Verdict(kind="unjudged", detail=detail)
     return Verdict(kind="mismatch", detail=detail)
 
 

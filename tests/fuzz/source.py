@@ -15,7 +15,7 @@ import re
 import textwrap
 from typing import Any
 
-from fuzz import harness, operations
+from fuzz import doors, harness, operations
 from fuzz.operations import SPECS
 from fuzz.program import Op, Policy, Program, Span, to_json
 
@@ -299,12 +299,11 @@ def program_to_script(program: Program, title: str = "A fuzzed training program.
     """A script that needs only torch and hyper_parallel, and exits with 1 when the two runs differ."""
     source = program_to_source(program)
     helpers = _needed_operations(source)
-    harness_source = inspect.getsource(harness)
-    harness_source = harness_source.split("from __future__ import annotations\n", 1)[1]
     return "\n".join(
         [
             _HEADER.format(title=textwrap.fill(title, 118).replace('"""', "'''").replace("\\", "/")),
-            harness_source,
+            _pasted(doors),
+            _pasted(harness),
             "import torch.nn.functional as F  # noqa: E402",
             "",
             'DEVICE = "cpu"',
@@ -316,6 +315,12 @@ def program_to_script(program: Program, title: str = "A fuzzed training program.
             _FOOTER.format(json=to_json(program)),
         ]
     )
+
+
+def _pasted(module: Any) -> str:
+    """A module's source without what only a module has."""
+    text = inspect.getsource(module).split("from __future__ import annotations\n", 1)[1]
+    return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("from fuzz"))
 
 
 def _needed_operations(source: str) -> list[str]:

@@ -1,0 +1,164 @@
+"""What a program calls instead of us, its policies, and the clock that plans its errors and turns.
+
+Pasted into the scripts that failures print, before ``harness``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+
+class Planned(Exception):
+    """An error that the schedule asked for."""
+
+
+class Plain:
+    """The doors without us: nothing is swapped, and checkpoints are torch's own.
+
+    ``exact``: nothing is recomputed, and every saved value is copied when it is saved. These are the gradients that the
+    mathematics means, also where a later change in place makes torch raise.
+    ``bare``: nothing is recomputed, and torch's own check for changes in place is on.
+    ``hooked``: hooks that keep every value stand where ours would. What torch itself leaves behind under hooks, after an
+    error inside backward, is not our leak.
+    """
+
+    def __init__(self, way="plain"):
+        self.way = way
+
+    def around(self):
+        if self.way != "exact":
+            return contextlib.nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda copy: copy)
+
+    def _hooks(self):
+        if self.way != "hooked":
+            return contextlib.nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor.detach(), tensor._version), unchanged)
+
+    def swap(self, function, *args, policy_fn=None, swap_config=None, **kwargs):
+        with self._hooks():
+            return function(*args, **kwargs)
+
+    def checkpoint(
+        self, function, *args, swap_inputs=False, policy_fn=None, swap_config=None, early_stop=True, **kwargs
+    ):
+        if self.way in ("exact", "bare"):
+            return function(*args, **kwargs)
+        if "early_stop" in inspect.signature(torch_checkpoint).parameters:
+            kwargs["early_stop"] = early_stop
+        with self._hooks():
+            return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+    def swap_wrapper(self, function, **settings):
+        return lambda *args, **kwargs: self.swap(function, *args, **settings, **kwargs)
+
+    def checkpoint_wrapper(self, function, **settings):
+        return lambda *args, **kwargs: self.checkpoint(function, *args, **settings, **kwargs)
+
+    def swap_tensor_wrapper(self, tree, tag=None):
+        return tree
+
+    def SwapConfig(self, **fields):
+        return None
+
+    class CheckpointPolicy:
+        MUST_SAVE = PREFER_SAVE = MUST_RECOMPUTE = PREFER_RECOMPUTE = MUST_SWAP = None
+
+
+def unchanged(kept):
+    tensor, version = kept
+    if tensor._version != version:
+        raise RuntimeError("a saved tensor was modified by an inplace operation")
+    return tensor
+
+
+# ---------------------------------------------------------------- policies
+
+
+def function_policy(hp, table, otherwise):
+    def policy(ctx, op, *args, **kwargs):
+        return getattr(hp.CheckpointPolicy, table.get(op.overloadpacket.__name__, otherwise))
+
+    return policy
+
+
+def bools_policy(hp, table, otherwise):
+    return lambda ctx, op, *args, **kwargs: op.overloadpacket.__name__ in table
+
+
+def cycle_policy(hp, table, otherwise):
+    answers = [*table.values(), otherwise]
+    asked = []
+
+    def policy(ctx, op, *args, **kwargs):
+        asked.append(op)
+        return getattr(hp.CheckpointPolicy, answers[len(asked) % len(answers)])
+
+    return policy
+
+
+def save_even(hp):
+    policies = hp.CheckpointPolicy
+    return lambda tensor: policies.MUST_SAVE if tensor.dim() % 2 == 0 else policies.MUST_SWAP
+
+
+def all_save(hp):
+    return lambda tensor: hp.CheckpointPolicy.PREFER_SAVE
+
+
+# ---------------------------------------------------------------- turns and planned errors
+
+
+class Tick:
+    """Called at every operation: raises where the schedule wants it, and passes the turn between threads.
+
+    One thread runs at a time, and turns change at counted calls only, so a program with threads is deterministic.
+    """
+
+    def __init__(self, threads):
+        self.left = None  # calls until the planned error
+        self._threads = threads
+        self._calls = 0
+        self._turn = 0
+        self._over = set()
+        self._changed = threading.Condition()
+
+    def whose_turn(self):
+        return self._turn
+
+    def __call__(self, me=None):
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                self.left = None
+                raise Planned
+        if self._threads > 1:
+            self._calls += 1
+            if self._calls % 3 == 0:
+                self._pass_turn(self._turn if me is None else me)
+
+    def wait(self, me):
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._turn == me, timeout=60):
+                raise TimeoutError(f"thread {me} waited a minute for its turn")
+
+    def _pass_turn(self, me):
+        with self._changed:
+            others = [other for other in range(self._threads) if other not in self._over and other != me]
+            if not others:
+                return
+            self._turn = others[0]
+            self._changed.notify_all()
+        self.wait(me)
+
+    def end(self, me):
+        with self._changed:
+            self._over.add(me)
+            left = [other for other in range(self._threads) if other not in self._over]
+            self._turn = left[0] if left else me
+            self._changed.notify_all()
