@@ -92,8 +92,12 @@ def test_under_a_selective_policy(backend: str, answer: CheckpointPolicy) -> Non
     assert_same(step(model, model.parameters()), wanted)
     assert ours.runs == torchs_own.runs
     stats = hp.stats()
-    assert (stats.swapped_out_bytes > 0) == (answer is CheckpointPolicy.MUST_SWAP)
-    assert (stats.saved_bytes > 0) == (answer is CheckpointPolicy.MUST_SAVE)
+    if backend == "inductor":  # its code calls matmuls that write into an argument: always replayed, and counted
+        assert stats.replayed_ops["in_place"] > 0
+        assert stats.swapped_out_bytes == stats.saved_bytes == 0
+    else:
+        assert (stats.swapped_out_bytes > 0) == (answer is CheckpointPolicy.MUST_SWAP)
+        assert (stats.saved_bytes > 0) == (answer is CheckpointPolicy.MUST_SAVE)
 
 
 def test_torchs_own_enum_is_refused_around_a_compiled_block() -> None:
