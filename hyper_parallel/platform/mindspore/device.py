@@ -6,6 +6,8 @@ from typing import Any, Final
 
 import mindspore
 
+from hyper_parallel.errors import UnsupportedMemberError
+
 __all__ = ["CPU", "MindSporeDeviceMembers", "device_name", "on_cpu"]
 
 CPU: Final = "CPU"
@@ -70,10 +72,22 @@ class MindSporeDeviceMembers:
 
     @staticmethod
     def get_rng_state() -> Any:  # mindspore.Tensor
-        """The state of the default generator; the CPU's random ops do not follow it, see docs/mindspore.md."""
+        """The state of the device's generator; the CPU's random ops have none that could be put back."""
+        _refuse_on_cpu("get_rng_state")
         return mindspore.get_rng_state()
 
     @staticmethod
     def set_rng_state(state: Any) -> None:  # mindspore.Tensor
-        """Put the default generator's state back; the CPU's random ops do not follow it, see docs/mindspore.md."""
+        """Put the state of the device's generator back."""
+        _refuse_on_cpu("set_rng_state")
         mindspore.set_rng_state(state)
+
+
+def _refuse_on_cpu(member: str) -> None:
+    if on_cpu():
+        raise UnsupportedMemberError(
+            member=member,
+            platform="MindSporePlatform",
+            reason="MindSpore's random ops on the CPU follow no state that can be read or put back",
+            instead="call manual_seed(seed) before the draw and again before its repetition",
+        )

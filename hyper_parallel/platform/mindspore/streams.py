@@ -20,11 +20,9 @@ from hyper_parallel.platform.base.streams import StreamMembers
 from hyper_parallel.platform.base.unsupported import class_property
 from hyper_parallel.platform.mindspore import compat
 from hyper_parallel.platform.mindspore.device import on_cpu
+from hyper_parallel.platform.mindspore.recompute import framework_checkpoint
 
 __all__ = ["HostEvent", "HostStream", "MindSporeStreamMembers", "SymmetricMemoryHandler"]
-
-_TORCH_ONLY_OPTIONS: Final = ("preserve_rng_state", "determinism_check", "debug")
-"""Options of other checkpoint functions; MindSpore would hand them to the block."""
 
 
 class HostEvent:
@@ -106,21 +104,6 @@ def _profiler_range(name: str) -> Iterator[None]:
         yield
     finally:
         markers.range_end(opened)
-
-
-def framework_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``mindspore.recompute``, always in its non-reentrant form."""
-    if kwargs.pop("use_reentrant", False):
-        raise ValueError(
-            "checkpoint: use_reentrant=True is not the form that serves functions and contexts; leave it out"
-        )
-    for option in _TORCH_ONLY_OPTIONS:
-        if option in kwargs:
-            raise ValueError(
-                f"checkpoint: {option} is not an option of mindspore.recompute; its own are early_stop, context_fn, "
-                "output_recompute and save_rng_state"
-            )
-    return mindspore.recompute(function, *args, use_reentrant=False, **kwargs)
 
 
 def _not_yet(member: str) -> UnsupportedMemberError:
