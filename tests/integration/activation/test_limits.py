@@ -79,7 +79,7 @@ def test_the_disk_is_used_by_settings_that_name_it_only(tmp_path: Path) -> None:
         hp.swap_wrapper(Block())(batch()).sum().backward()
         swapped = hp.stats().swapped_out_bytes
         assert swapped > 0
-    with hp.configure(min_bytes=0):
+    with hp.configure(min_bytes=0, tail_bytes=0, window_bytes=0):
         hp.swap_wrapper(Block())(batch()).sum().backward()
     assert hp.stats().swapped_out_bytes == swapped
 
