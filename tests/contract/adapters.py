@@ -152,7 +152,13 @@ class MindSporeAdapter(Adapter):
     def value_and_gradients(self, function: Callable[..., Any], *arrays: Any) -> tuple[np.ndarray, list[np.ndarray]]:
         tensors = [self.tensor(array) for array in arrays]
         wanted = tuple(place for place, tensor in enumerate(tensors) if tensor.is_floating_point())
-        value, grads = self._mindspore.value_and_grad(function, wanted)(*tensors)
+        try:
+            value, grads = self._mindspore.value_and_grad(function, wanted)(*tensors)
+        except Exception:
+            from hyper_parallel.platform.mindspore.compat import end_failed_gradient
+
+            end_failed_gradient()
+            raise
         grads = grads if isinstance(grads, tuple) else (grads,)
         return self.numpy(value), [self.numpy(grad) for grad in grads]
 

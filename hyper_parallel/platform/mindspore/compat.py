@@ -17,6 +17,7 @@ __all__ = [
     "Function",
     "GlobalComm",
     "Number",
+    "end_failed_gradient",
     "forget_world",
     "init_with_store",
     "no_grad",
@@ -77,6 +78,17 @@ def world_backend() -> str:
     """The backend of the world; ``dist.get_backend(None)`` answers "hccl" on every device."""
     backend: Any = GlobalComm.BACKEND  # a Backend, which is a str without a useful str()
     return str(getattr(backend, "value", backend)).rpartition(".")[2].lower()
+
+
+def end_failed_gradient() -> None:
+    """Put autograd right after an error left a differentiated function: MindSpore goes on recording, and keeps parts.
+
+    Parameters then refuse to be written, views may be copies, and the next backward of some ops fails.
+    """
+    from mindspore.common.api import _pynative_executor
+
+    _pynative_executor.set_grad_flag(False)
+    _pynative_executor.clear_res()
 
 
 def no_grad() -> Any:  # a context manager

@@ -11,6 +11,7 @@ from typing import Any, Final
 import mindspore
 import numpy as np
 
+from hyper_parallel.platform.mindspore import compat
 from hyper_parallel.platform.mindspore.tensors import detached
 
 __all__ = ["fill", "find", "is_meta", "local_data", "replace_everywhere", "set_data", "set_layout"]
@@ -145,4 +146,5 @@ def fill(param: Any, data: Any) -> None:
     if is_meta(param) or param.has_init:
         set_data(param, source.copy())
     else:
-        param.copy_(source)
+        with compat.no_grad():
+            param.copy_(source)
