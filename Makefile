@@ -34,7 +34,7 @@ test-long: install
 	$(RUN) -m pytest tests -q -m long --ignore=tests/gpu
 
 test-gpu:
-	HYPER_PARALLEL_PLATFORM=torch python3 -m pytest tests/gpu -q -m gpu -p no:cacheprovider
+	HYPER_PARALLEL_PLATFORM=torch python3 -m pytest tests/gpu -q -m gpu -p no:cacheprovider -p no:xdist
 
 check: install
 	$(BIN)/ruff format --check .

@@ -53,13 +53,10 @@ INPUTS = ours(last_kept(0, Recipe()), config(0.5, prefetch=0.25))
 def ours_8k() -> dict[str, Any]:
     """Named by the memory bar each aims at. No layer is kept whole: a tail does the same with less memory."""
     return {
-        "ours 15.3": ours(last_kept(0, WIDE), config(2.25, prefetch=0.75, tail=0.75)),
-        "ours 15.3b": ours(last_kept(1, WIDE), config(1.75, prefetch=0.75)),
-        "ours 9.2": ours(late_saves(0, 8, SPLIT, SPLIT_SAVE), config(1.5, prefetch=0.75, tail=0.6)),
-        "ours 9.2b": ours(late_saves(0, 9, SPLIT, SPLIT_SAVE), config(1.0, prefetch=0.75, tail=0.6)),
+        "ours 15.3": ours(last_kept(0, WIDE), config(2.0, prefetch=0.75, tail=0.75)),
+        "ours 9.2": ours(late_saves(0, 8, SPLIT, SPLIT_SAVE), config(1.75, prefetch=0.75, tail=0.6)),
         "ours 5.2": ours(late_saves(0, 3, SPLIT, SPLIT_SAVE), config(1.0, prefetch=0.75, tail=0.6)),
-        "ours 5.2b": ours(late_saves(0, 2, SPLIT, SPLIT_SAVE), config(1.5, prefetch=0.75, tail=0.6)),
-        "ours 4.0": ours(late_saves(0, 1, SPLIT, SPLIT_SAVE), config(1.2, prefetch=0.75, tail=0.6)),
+        "ours 4.0": ours(late_saves(0, 1, SPLIT, SPLIT_SAVE), config(1.0, prefetch=0.75, tail=0.6)),
         "ours inputs": INPUTS,
         "ours swap all": swap_everything(config(1.0, prefetch=1.0)),
     }
@@ -70,7 +67,7 @@ def ours_32k() -> dict[str, Any]:
     return {
         "ours 25.2": ours(last_kept(1, WIDE), config(2.0, prefetch=1.5)),
         "ours 15.1": ours(late_saves(0, 10, SPLIT_GATE, SPLIT_GATE_SAVE), config(2.0, prefetch=1.5, tail=1.2)),
-        "ours 9.4": ours(late_saves(0, 2, SPLIT_GATE, SPLIT_GATE_SAVE), config(2.0, prefetch=1.5, tail=1.2)),
+        "ours 9.4": ours(late_saves(0, 3, SPLIT_GATE, SPLIT_GATE_SAVE), config(2.0, prefetch=1.5, tail=1.2)),
         "ours 7.8": ours(last_kept(0, SPLIT_GATE), config(2.0, prefetch=1.5, tail=1.2)),
         "ours inputs": INPUTS,
     }

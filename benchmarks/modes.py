@@ -89,6 +89,7 @@ def trl_mode(with_checkpoint: bool) -> Any:
     @contextlib.contextmanager
     def mode(model: nn.Module, layers: nn.ModuleList) -> Iterator[None]:
         path = os.environ.get("TRL_OFFLOAD_FILE")
+        importlib.import_module("accelerate").PartialState()  # its logger refuses to warn without one
         if path:
             sys.path.insert(0, os.path.dirname(path))
             module = importlib.import_module(os.path.splitext(os.path.basename(path))[0])

@@ -14,13 +14,20 @@ class TraceSpan(Protocol):
     """Anything with a track, two moments in microseconds and a size."""
 
     @property
-    def track(self) -> str: ...
+    def track(self) -> str:
+        """The line it is drawn on."""
+
     @property
-    def start_us(self) -> float: ...
+    def start_us(self) -> float:
+        """When it began."""
+
     @property
-    def end_us(self) -> float: ...
+    def end_us(self) -> float:
+        """When it ended."""
+
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """How many bytes it moved; 0 for none."""
 
 
 def chrome_trace(spans: Iterable[TraceSpan], *, title: str = "hyper_parallel") -> dict[str, Any]:

@@ -14,16 +14,20 @@ This file knows no framework: bytes are (key, start, end).
 
 from __future__ import annotations
 
+import functools
 import random
+import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from hyper_parallel.errors import HyperParallelError
 
 __all__ = ["Access", "Judge", "SimulatedEvent", "SimulatedStream", "SimulationError", "Timeline"]
 
 Clock = dict[str, int]
+
+_HOST_LAG = 64  # copies
 
 
 class SimulationError(HyperParallelError):
@@ -40,6 +44,7 @@ class SimulatedStream:
         self.pending: deque[Callable[[], None]] = deque()
         self.queued = 0
         self.done = 0
+        self.seen_by_host = 0  # how far the host has waited for it
 
     def __repr__(self) -> str:
         return f"<simulated stream {self.name}>"
@@ -110,6 +115,20 @@ class Judge:
         self.violations.append(message)
 
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _locked(method: Method) -> Method:
+    """Hold the timeline's lock."""
+
+    @functools.wraps(method)
+    def held(self: Timeline, *args: Any, **kwargs: Any) -> Any:
+        with self.lock:
+            return method(self, *args, **kwargs)
+
+    return cast(Method, held)
+
+
 class Timeline:
     """All streams of one simulated device."""
 
@@ -119,21 +138,25 @@ class Timeline:
             raise ValueError(f"simulated_accelerator: unknown timing {timing!r}; known are {', '.join(known)}")
         self.timing = timing
         self._random = random.Random(seed)
+        self.lock = threading.RLock()  # workers of a tier queue copies too
         self.compute = SimulatedStream("compute", runs_at_once=True)
         self.lanes: list[SimulatedStream] = []
         self._host_clock: Clock = {}
 
+    @_locked
     def new_lane(self) -> SimulatedStream:
         """A copy stream."""
         lane = SimulatedStream(f"copy-{len(self.lanes)}", runs_at_once=False)
         self.lanes.append(lane)
         return lane
 
+    @_locked
     def tick(self, stream: SimulatedStream) -> None:
         """Something is queued on ``stream``: it is after everything the host has seen."""
         _join(stream.clock, self._host_clock)
         stream.clock[stream.name] += 1
 
+    @_locked
     def enqueue(self, stream: SimulatedStream, work: Callable[[], None]) -> None:
         """Queue work."""
         if stream.runs_at_once:
@@ -144,24 +167,37 @@ class Timeline:
         if self.timing == "eager":
             self._run_until(stream, stream.queued)
 
+    @_locked
     def wait(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
         """Order what is queued on ``stream`` from now on after ``event``."""
         _join(stream.clock, event.clock)
         if stream is not event.stream:
             self.enqueue(stream, lambda: self._run_until(event.stream, event.target))
 
+    @_locked
     def is_done(self, event: SimulatedEvent) -> bool:
-        """What the host sees; seeing it orders everything queued later."""
-        if event.stream.done < event.target:
+        """What the host sees; seeing it orders everything queued later.
+
+        Under lazy timing the host looks late, as it does when it runs ahead of a device: it sees what it waited for, and
+        what lies far back.
+        """
+        stream = event.stream
+        if stream.done < event.target:
+            return False
+        is_seen = event.target <= stream.seen_by_host or stream.done - event.target >= _HOST_LAG
+        if self.timing == "lazy" and not stream.runs_at_once and not is_seen:
             return False
         _join(self._host_clock, event.clock)
         return True
 
+    @_locked
     def synchronize(self, event: SimulatedEvent) -> None:
         """The host waits."""
         self._run_until(event.stream, event.target)
+        event.stream.seen_by_host = max(event.stream.seen_by_host, event.target)
         _join(self._host_clock, event.clock)
 
+    @_locked
     def drift(self) -> None:
         """Let time pass: under random timing some queued work runs now."""
         if self.timing == "random":
@@ -169,6 +205,7 @@ class Timeline:
                 while lane.pending and self._random.random() < 0.3:
                     self._run_until(lane, lane.done + 1)
 
+    @_locked
     def drain(self) -> None:
         """Run everything that is queued."""
         for lane in self.lanes:
@@ -177,8 +214,8 @@ class Timeline:
     def _run_until(self, stream: SimulatedStream, target: int) -> None:
         while stream.done < target and stream.pending:
             work = stream.pending.popleft()
-            stream.done += 1
             work()
+            stream.done += 1
 
 
 def _join(into: Clock, other: Any) -> None:

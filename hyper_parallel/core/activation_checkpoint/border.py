@@ -17,6 +17,7 @@ or writes must be ordered (``wait_event`` on its own stream) before it is droppe
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
@@ -180,7 +181,9 @@ def room() -> Any:  # the module hyper_parallel.platform.<framework>.activation_
     from hyper_parallel.platform.platform import PlatformType, get_platform
 
     framework = "torch" if get_platform().platform_type is PlatformType.PYTORCH else "mindspore"
-    return importlib.import_module(f"hyper_parallel.platform.{framework}.activation_checkpoint")
+    name = f"hyper_parallel.platform.{framework}.activation_checkpoint"
+    # A compiler that traces a door sees a look-up here, goes on to the room's own function, and reads there why it must stop.
+    return sys.modules[name] if name in sys.modules else importlib.import_module(name)
 
 
 def border() -> TensorBorder:

@@ -119,6 +119,7 @@ class Engine:
         storage_key: int | None = None,
         version: int = 0,
         is_alive: Callable[[], bool] | None = None,
+        source_is_unchanged: Callable[[], bool] | None = None,
     ) -> Record:
         """A new record for bytes that were just saved; it leaves when enough newer ones stand behind it."""
         record = Record(
@@ -131,6 +132,7 @@ class Engine:
             tag=tag,
             stays=stays,
             storage_key=storage_key,
+            source_is_unchanged=source_is_unchanged,
         )
         with self._lock:
             self._live.add(record)
@@ -164,7 +166,7 @@ class Engine:
             reference, nbytes = self._tail.popleft()
             self._tail_bytes -= nbytes
             oldest = reference()
-            if oldest is not None and not oldest.stays:
+            if oldest is not None and not oldest.stays and not oldest.is_protected:
                 self._launch_offload(oldest)
         self._make_room_in_window()
 
@@ -279,8 +281,8 @@ class Engine:
             self._start_load(record)
         elif record.residency is Residency.H2D:
             self.counters.add("prefetch_hits", 1)
-        elif is_first_use and not record.has_far_copy and record.group is None:
-            self.counters.keep(KeepReason.TAIL, record.nbytes)
+        elif is_first_use and not record.has_far_copy:
+            self.counters.keep(_why_it_stayed(record), record.nbytes)
         if record.residency is Residency.H2D:
             assert record.back is not None, "a load is in flight"
             self.clock.stalled(record.back, is_load=True)
@@ -410,3 +412,9 @@ class Engine:
     def in_flight_bytes(self) -> int:
         """Bytes whose copy out was queued and whose source is still held."""
         return self._in_flight_bytes
+
+
+def _why_it_stayed(record: Record) -> str:
+    if record.is_protected:
+        return KeepReason.PROTECTED
+    return KeepReason.LAST_GROUP if record.stays and record.group is not None else KeepReason.TAIL

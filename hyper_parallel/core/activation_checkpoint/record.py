@@ -68,6 +68,7 @@ class Record:
         "engine",
         "group",
         "index",
+        "is_protected",
         "is_wanted",
         "lease",
         "nbytes",
@@ -96,6 +97,7 @@ class Record:
         tag: str | None = None,
         stays: bool = False,
         storage_key: int | None = None,
+        source_is_unchanged: Callable[[], bool] | None = None,
     ) -> None:
         self.engine = engine
         self.device_bytes: FlatBytes | None = device_bytes
@@ -105,6 +107,7 @@ class Record:
         self.group = group
         self.tag = tag
         self.stays = stays  # the engine does not let it leave by itself
+        self.is_protected = False  # an output of its group's layer: it stays until another layer saves it too
         self.storage_key = storage_key
         self.residency = Residency.DEVICE
         self.stream: Stream = engine.backend.current_stream()
@@ -115,7 +118,7 @@ class Record:
         self._prepared: tuple[FlatBytes, Event, Stream] | None = None
         self._foreign_streams: list[Stream] = []
         self.shares = 0  # saves beyond the first that this record serves
-        self.source_is_unchanged: Callable[[], bool] | None = None
+        self.source_is_unchanged = source_is_unchanged
         self.snapshot_is_exact = False  # the far copy was ordered before anything that changed the source
         engine.ledger.append(nbytes)
         self.is_wanted = False  # unpacked by the backward that runs now

@@ -305,7 +305,7 @@ class SwapGroup:
         keys = {tensors.storage_key(output) for output in tensors.plain_tensors(outputs)}
         for record in list(self.records):
             if record.storage_key in keys and not record.has_far_copy:
-                record.stays = True
+                record.is_protected = True
 
     def launch_offload(self, copy_stream: Stream | None = None) -> None:
         """Queue every copy out that was not queued yet."""
@@ -314,7 +314,8 @@ class SwapGroup:
             storage.mark_duplicate_swaps(self._seen)
             storage.launch_offload(copy_stream)
         for record in sorted(self.records, key=lambda record: record.position.sequence):
-            record.engine.launch_offload(record, stream=copy_stream)
+            if not record.is_protected:
+                record.engine.launch_offload(record, stream=copy_stream)
 
     def wait_offload(self) -> None:
         """Let go of the device bytes; compute is ordered after the copies."""
@@ -462,7 +463,7 @@ class SwapManager:
                 chain.remove()
             for far in self._far.values():
                 far.close()
-            simulated = {key: backend for key, backend in self.backends.items() if key[1] == "cpu"}
+            simulated = {key: backend for key, backend in self.backends.items() if key[0].endswith("simulated")}
             self._begin()
             self.backends = simulated
         self._group_stack.set(())
@@ -540,7 +541,7 @@ class SwapManager:
         if isinstance(record.group, SwapGroup):
             record.group.records.discard(record)
         record.group = group
-        record.stays = False
+        record.stays = record.is_protected = False
         group.records.add(record)
         if not record.has_far_copy:
             record.engine.enqueue(record)
@@ -555,9 +556,8 @@ class SwapManager:
             if known is not None:
                 return known
             first, second = self._layer_group(first_layer), self._layer_group(second_layer)
-            first.is_last_group = False
-            second.is_last_group = not any(group.before is second for group in self._groups.values())
             second.before = first
+            self._find_ends()
             handles = border().watch_layers((first_layer, second_layer))
             chain = self._chains[key] = Chain(lambda: self._unchain(key, first, second, handles))
             for layer in (first_layer, second_layer):
@@ -572,12 +572,19 @@ class SwapManager:
             weakref.finalize(layer, self._groups.pop, group.group_name, None)
         return group
 
+    def _find_ends(self) -> None:
+        """The last group of a chain is one that follows another and that none follows."""
+        groups = list(self._groups.values())
+        followed = {id(group.before) for group in groups}
+        for group in groups:
+            group.is_last_group = group.before is not None and id(group) not in followed
+
     def _unchain(self, key: tuple[int, int], first: SwapGroup, second: SwapGroup, handles: Iterable[Any]) -> None:
         with self._lock:
             self._chains.pop(key, None)
             if second.before is first:
                 second.before = None
-            second.is_last_group = False
+            self._find_ends()
             for handle in handles:
                 handle.remove()
 

@@ -91,7 +91,9 @@ def checkpoint(function: Callable[..., Any], *args: Any, early_stop: bool = True
     """torch's non-reentrant checkpoint; releases before 2.10 take ``early_stop`` from a context only."""
     if _TAKES_EARLY_STOP:
         return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, early_stop=early_stop, **kwargs)
-    with torch.utils.checkpoint.set_checkpoint_early_stop(early_stop):
+    if early_stop:  # the default; the context is process-wide, so it is entered only where it is needed
+        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+    with torch.utils.checkpoint.set_checkpoint_early_stop(False):
         return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 

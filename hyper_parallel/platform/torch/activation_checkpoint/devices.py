@@ -187,7 +187,7 @@ class HostBackend:
 def backend_for(device: torch.device, config: SwapConfig) -> DeviceBackend | None:
     """The device's backend; None where its tensors are already in host memory and no file was named for them."""
     manager = SwapManager()
-    simulated = manager.backends.get(("torch", device.type))
+    simulated = manager.backends.get(("torch simulated", device.type))
     if simulated is not None:
         return simulated
     if device.type in ("meta", "cpu") and not (device.type == "cpu" and "disk" in config.tiers):

@@ -43,8 +43,7 @@ class GraphTask:
 
         def reaches(first: int, last: int) -> bool:
             at = bisect.bisect_left(numbers, first)
-            # A value that a region saved before its first node carries the number of the node before it.
-            return at < len(numbers) and numbers[at] <= last + 1
+            return at < len(numbers) and numbers[at] <= last
 
         return reaches
 

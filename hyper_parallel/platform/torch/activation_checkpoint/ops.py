@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
-__all__ = ["OpFacts", "facts_of"]
+__all__ = ["OpFacts", "facts_of", "is_weight_cast"]
 
 
 _SILENT_VIEWS = frozenset(
@@ -34,6 +34,7 @@ class OpFacts:
     is_random: bool = False
     writes: tuple[int | str, ...] = ()  # the arguments it changes, by position or keyword
     writes_anything: bool = False  # its schema does not say which
+    may_be_weight_cast: bool = False  # see is_weight_cast
 
 
 @functools.lru_cache(maxsize=4096)
@@ -58,7 +59,12 @@ def facts_of(op: Any) -> OpFacts:  # op: torch._ops.OpOverload | torch._ops.High
         return OpFacts(replay_reason="view", is_random=is_random)
     if _is_factory(op, schema):
         return OpFacts(replay_reason="factory", is_random=is_random)
-    return OpFacts(is_random=is_random)
+    return OpFacts(is_random=is_random, may_be_weight_cast=op is torch.ops.aten._to_copy.default)
+
+
+def is_weight_cast(args: Any) -> bool:
+    """Whether a parameter is cast. Autocast caches such casts, so a replay may run one that forward did not, or skip it."""
+    return isinstance(args[0], torch.nn.Parameter)
 
 
 def _is_factory(op: Any, schema: Any) -> bool:  # torch._ops.OpOverload, torch.FunctionSchema

@@ -180,21 +180,19 @@ class Packer:
         """A handle on the record of this storage: the one that exists, or a new one."""
         refuse_capture(self.where)
         version = tensor._version
+        token = version_token(tensor, is_below_autograd=is_below_autograd)
         record = engine.find(storage._cdata, version)
         if record is None:
-            record = self._new_record(engine, storage, nbytes, version, index)
+            record = self._new_record(engine, storage, nbytes, token, index)
         else:
             engine.share(record)
             self._manager.adopt(record)
-        token = version_token(tensor, is_below_autograd=is_below_autograd)
-        handle = Handle(record, ViewSpec(tensor), token=token, version=version, where=self.where)
-        if record.source_is_unchanged is None:
-            record.source_is_unchanged = lambda: token._version == version
-        return handle
+        return Handle(record, ViewSpec(tensor), token=token, version=version, where=self.where)
 
     def _new_record(
-        self, engine: Engine, storage: torch.UntypedStorage, nbytes: int, version: int, index: int
+        self, engine: Engine, storage: torch.UntypedStorage, nbytes: int, token: torch.Tensor, index: int
     ) -> Record:
+        version = token._version
         position = self._position
         if position is None:
             position = Position(next_sequence() - 1)
@@ -210,6 +208,7 @@ class Packer:
             storage_key=storage._cdata,
             version=version,
             is_alive=storage_watch(storage),
+            source_is_unchanged=lambda: token._version == version,
         )
         if group is not None:
             group.records.add(record)

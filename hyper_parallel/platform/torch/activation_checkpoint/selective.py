@@ -38,7 +38,7 @@ from hyper_parallel.core.activation_checkpoint.statistics import KeepReason
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import ReplayMismatchError, SwapImpossibleError
 from hyper_parallel.platform.torch.activation_checkpoint.graph import current_task, next_sequence
-from hyper_parallel.platform.torch.activation_checkpoint.ops import OpFacts, facts_of
+from hyper_parallel.platform.torch.activation_checkpoint.ops import OpFacts, facts_of, is_weight_cast
 from hyper_parallel.platform.torch.activation_checkpoint.packed import Handle, Kept
 from hyper_parallel.platform.torch.activation_checkpoint.random_state import RandomState
 from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import Packer
@@ -141,7 +141,7 @@ class ForwardMode(TorchDispatchMode):
         if kwargs is None:
             kwargs = {}
         facts = facts_of(op)
-        if facts.is_ignored:
+        if facts.is_ignored or (facts.may_be_weight_cast and is_weight_cast(args)):
             return op(*args, **kwargs)
         entries = self._region.entries.get(op)
         if entries is None:
@@ -294,7 +294,8 @@ class ReplayMode(TorchDispatchMode):
         """Replay one op."""
         if kwargs is None:
             kwargs = {}
-        if facts_of(op).is_ignored:
+        facts = facts_of(op)
+        if facts.is_ignored or (facts.may_be_weight_cast and is_weight_cast(args)):
             return op(*args, **kwargs)
         at = self._counts.get(op, 0)
         self._counts[op] = at + 1

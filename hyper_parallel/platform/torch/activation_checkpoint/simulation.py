@@ -53,9 +53,10 @@ class SimulatedBackend:
 
     def record_event(self, stream: SimulatedStream, *, timing: bool = False) -> SimulatedEvent:
         """See the border."""
-        self._timeline.drift()
-        self._timeline.tick(stream)
-        return SimulatedEvent(stream)
+        with self._timeline.lock:
+            self._timeline.drift()
+            self._timeline.tick(stream)
+            return SimulatedEvent(stream)
 
     def wait_event(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
         """See the border."""
@@ -101,6 +102,10 @@ class SimulatedBackend:
 
     def copy(self, destination: FlatBytes, source: FlatBytes, stream: SimulatedStream) -> None:
         """See the border."""
+        with self._timeline.lock:
+            self._copy(destination, source, stream)
+
+    def _copy(self, destination: FlatBytes, source: FlatBytes, stream: SimulatedStream) -> None:
         timeline = self._timeline
         timeline.drift()
         timeline.tick(stream)
@@ -128,23 +133,26 @@ class SimulatedBackend:
     def touch(self, storage: torch.UntypedStorage, *, is_write: bool, what: str) -> None:
         """The compute stream touches a device storage: count it when it is new, and note the touch."""
         key, nbytes = storage._cdata, storage.nbytes()
-        if key not in self._device_storages:
-            self._device_storages[key] = weakref.ref(storage, lambda _: self._died(key, nbytes))
-            self._simulation.count(nbytes)
-            self._judge.forget(key)
-        compute = self._timeline.compute
-        self._timeline.tick(compute)
-        self._judge.touch(compute, key, 0, max(1, nbytes), is_write=is_write, what=what)
+        with self._timeline.lock:
+            if key not in self._device_storages:
+                self._device_storages[key] = weakref.ref(storage, lambda _: self._died(key, nbytes))
+                self._simulation.count(nbytes)
+                self._judge.forget(key)
+            compute = self._timeline.compute
+            self._timeline.tick(compute)
+            self._judge.touch(compute, key, 0, max(1, nbytes), is_write=is_write, what=what)
 
     def _died(self, key: int, nbytes: int) -> None:
-        self._device_storages.pop(key, None)
-        self._simulation.count(-nbytes)
-        known = self._judge.conflict(self._timeline.compute, key, 0, max(1, nbytes), is_write=True)
-        if known is not None:
-            self._judge.blame(
-                f"simulated accelerator: device bytes were let go while {known.what} on {known.stream} may still be using them"
-            )
-        self._judge.forget(key)
+        with self._timeline.lock:
+            self._device_storages.pop(key, None)
+            self._simulation.count(-nbytes)
+            known = self._judge.conflict(self._timeline.compute, key, 0, max(1, nbytes), is_write=True)
+            if known is not None:
+                self._judge.blame(
+                    f"simulated accelerator: device bytes were let go while {known.what} on {known.stream} may still "
+                    "be using them"
+                )
+            self._judge.forget(key)
 
 
 class _Copy:
@@ -238,7 +246,7 @@ def simulate(timing: str, seed: int) -> Iterator[Simulation]:
     simulation = Simulation(timing, seed)
     backend = SimulatedBackend(simulation)
     manager = SwapManager()
-    key = ("torch", "cpu")
+    key = ("torch simulated", "cpu")
     outer = manager.backends.get(key)
     manager.backends[key] = backend
     outer_trace, manager.counters.trace = manager.counters.trace, simulation.trace
