@@ -42,7 +42,15 @@ class _World:
 
 
 def _is_joined() -> bool:
-    return _World.is_joined or bool(compat.GlobalComm.INITED and not _World.was_left)
+    if not _World.is_joined and compat.GlobalComm.INITED and not _World.was_left:
+        _note_world()  # somebody joined it with MindSpore's own call
+    return _World.is_joined
+
+
+def _note_world() -> None:
+    compat.prime_streams()
+    compat.remember_world(int(communication.get_rank()), int(communication.get_group_size()))
+    _World.is_joined = True
 
 
 def my_rank() -> int:
@@ -212,13 +220,11 @@ class MindSporeGroupMembers(GroupMembers):
         world_size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "-1"))
         backend = backend or ("mccl" if on_cpu() else "hccl")
         store = store if store is not None else _store_of(init_method, rank, world_size, wait)
-        compat.prime_streams()
         if store is not None:
             compat.init_with_store(backend=backend, timeout=wait, world_size=world_size, rank=rank, store=store)
         else:
             communication.init(backend)
-        compat.remember_world(int(communication.get_rank()), int(communication.get_group_size()))
-        _World.is_joined = True
+        _note_world()
 
     @classmethod
     def destroy_process_group(cls, group: Any = None) -> None:
