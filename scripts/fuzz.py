@@ -99,7 +99,7 @@ class Summary:
     features: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     failures: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     refusals: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # right without us, and we raise: allowed
-    done_chunks: list[int] = dataclasses.field(default_factory=list)
+    done: list[list[int]] = dataclasses.field(default_factory=list)  # [first, last] program numbers
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -119,7 +119,13 @@ class Summary:
         data["features"] = collections.Counter(data["features"])
         return cls(**data)
 
-    def add(self, replies: list[dict[str, Any]], chunk: int) -> None:
+    def todo(self, programs: int) -> collections.deque[list[int]]:
+        """The numbers below ``programs`` that are not done, in chunks."""
+        done = {number for first, last in self.done for number in range(first, last + 1)}
+        left = [number for number in range(programs) if number not in done]
+        return collections.deque(left[start : start + CHUNK] for start in range(0, len(left), CHUNK))
+
+    def add(self, replies: list[dict[str, Any]]) -> None:
         """Count one finished chunk."""
         for reply in replies:
             self.programs += 1
@@ -128,7 +134,8 @@ class Summary:
             self.features.update(reply["features"])
             if reply["kind"] == "refused":
                 self.refusals.append({"number": reply["number"], "detail": reply["detail"]})
-        self.done_chunks.append(chunk)
+        self.done += [[reply["number"], reply["number"]] for reply in replies]
+        self.done = _joined(self.done)
 
     def write(self, path: pathlib.Path) -> None:
         """Replace the file in one step, so that an interruption leaves the old one or the new one."""
@@ -138,6 +145,16 @@ class Summary:
         beside = path.with_suffix(".tmp")
         beside.write_text(json.dumps(data, indent=1))
         beside.replace(path)
+
+
+def _joined(ranges: list[list[int]]) -> list[list[int]]:
+    joined: list[list[int]] = []
+    for first, last in sorted(ranges):
+        if joined and first <= joined[-1][1] + 1:
+            joined[-1][1] = max(joined[-1][1], last)
+        else:
+            joined.append([first, last])
+    return joined
 
 
 def _versions(device: str) -> dict[str, str]:
@@ -159,7 +176,6 @@ class Worker:
         self._arguments = arguments
         self.todo: collections.deque[int] = collections.deque()
         self.replies: list[dict[str, Any]] = []
-        self.chunk = -1
         self.number = -1
         self.start()
 
@@ -171,9 +187,9 @@ class Worker:
         self.process.start()
         theirs.close()
 
-    def take(self, chunk: int, numbers: range) -> None:
+    def take(self, numbers: list[int]) -> None:
         """A new chunk."""
-        self.chunk, self.replies, self.todo = chunk, [], collections.deque(numbers)
+        self.replies, self.todo = [], collections.deque(numbers)
         self.next()
 
     def next(self) -> None:
@@ -222,9 +238,7 @@ def run(options: argparse.Namespace) -> Summary:
     )
 
     summary = Summary.begun(options.output, options.seed, options.device)
-    chunks = collections.deque(
-        chunk for chunk in range((options.programs + CHUNK - 1) // CHUNK) if chunk not in set(summary.done_chunks)
-    )
+    chunks = summary.todo(options.programs)
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -240,7 +254,7 @@ def run(options: argparse.Namespace) -> Summary:
         task = progress.add_task("programs", total=options.programs, completed=summary.programs)
         busy = []
         for worker in workers:
-            _give(worker, chunks, options.programs)
+            worker.take(chunks.popleft())
             busy.append(worker)
         while busy:
             multiprocessing.connection.wait([worker.connection for worker in busy], timeout=1.0)
@@ -259,19 +273,14 @@ def run(options: argparse.Namespace) -> Summary:
                 if worker.todo:
                     worker.next()
                     continue
-                summary.add(worker.replies, worker.chunk)
+                summary.add(worker.replies)
                 summary.write(options.output)
                 if chunks:
-                    _give(worker, chunks, options.programs)
+                    worker.take(chunks.popleft())
                 else:
                     worker.end()
                     busy.remove(worker)
     return summary
-
-
-def _give(worker: Worker, chunks: collections.deque[int], programs: int) -> None:
-    chunk = chunks.popleft()
-    worker.take(chunk, range(chunk * CHUNK, min(programs, (chunk + 1) * CHUNK)))
 
 
 def _note_failure(summary: Summary, reply: dict[str, Any], options: argparse.Namespace) -> None:

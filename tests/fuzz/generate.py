@@ -71,12 +71,12 @@ _VIEWS = ("transpose", "narrow", "columns", "select", "chunk", "split_views", "e
 _WRITES = tuple(name for name, spec in SPECS.items() if spec.writes)
 _RANDOM = ("dropout", "noise", "bernoulli", "attention_dropout")
 _OTHER = ("cast", "cast", "detach", "clone", "empty", "mark", "mark", "mark_tree", "gate")
-_FAMILIES = (_POINTWISE, _MATRICES, _BINARY, _VIEWS, _WRITES, _POINTWISE, _MATRICES, _BINARY, _VIEWS, _WRITES, _OTHER,
-             _RANDOM, _REDUCTIONS)  # fmt: skip
+_FAMILIES = (_POINTWISE, _MATRICES, _BINARY, _VIEWS, _WRITES, _POINTWISE, _MATRICES, _BINARY, _VIEWS, _POINTWISE, _OTHER,
+             _MATRICES, _POINTWISE, _MATRICES, _RANDOM, _REDUCTIONS)  # fmt: skip
 _CALM_FAMILIES = tuple(family for family in _FAMILIES if family is not _WRITES)
 
 _SPAN_KINDS = ("swap", "checkpoint", "swap_wrapper", "checkpoint", "checkpoint_wrapper", "plain", "no_grad", "autocast",
-               "checkpoint", "swap", "checkpoint_wrapper", "swap_wrapper")  # fmt: skip
+               "checkpoint", "swap", "checkpoint_wrapper", "swap_wrapper", "swap", "checkpoint", "swap_wrapper")  # fmt: skip
 _POLICIES = ("MUST_SAVE", "MUST_SWAP", "PREFER_SAVE", "MUST_RECOMPUTE", "PREFER_RECOMPUTE", "MUST_SWAP", "MUST_SWAP")
 _POLICY_OPS = (
     "mm", "addmm", "bmm", "mul", "add", "tanh", "exp", "relu", "sigmoid", "gelu", "_softmax", "native_layer_norm",
@@ -95,17 +95,22 @@ class _Draft:
 
     def __init__(self, choices: Choices) -> None:
         self.choices = choices
-        self.left = choices.integer(1, 18)  # operations
-        self.families = _FAMILIES if _chance(choices, 60) else _CALM_FAMILIES
-        self.spans_left = choices.integer(0, 5)
+        self.left = choices.integer(2, 18)  # operations
+        self.families = _FAMILIES if _chance(choices, 45) else _CALM_FAMILIES
+        self.spans_left = choices.integer(1, 6)
 
     def ref(self) -> int:
         """Mostly recent values, sometimes far back."""
-        return self.choices.one_of((0, 0, 0, 1, 1, 2, 3, 5, 9))
+        return self.choices.one_of((0, 0, 0, 0, 0, 0, 1, 1, 2, 3, 5, 9))
+
+    def outs(self) -> tuple[int, ...]:
+        """Mostly all that is there, so that backward wants it; sometimes a few, so that branches are dead."""
+        newest = self.choices.one_of((12, 12, 12, 6, 3, 0, 0))
+        return tuple(range(newest)) or tuple(self.ref() for _ in range(self.choices.one_of((1, 2, 3))))
 
     def body(self, depth: int, longest: int) -> tuple[Op | Span, ...]:
         nodes: list[Op | Span] = []
-        while self.left > 0 and len(nodes) < longest:
+        while len(nodes) < longest and (self.left > 0 or len(nodes) < 2):
             if self.spans_left and depth < 3 and _chance(self.choices, 35):
                 self.spans_left -= 1
                 nodes.append(self.span(depth))
@@ -130,8 +135,8 @@ class _Draft:
         is_checkpoint = kind.startswith("checkpoint")
         return Span(
             kind=kind,
-            body=self.body(depth + 1, choices.integer(1, 6)),
-            outs=tuple(self.ref() for _ in range(choices.one_of((1, 1, 1, 2, 3)))),
+            body=self.body(depth + 1, choices.one_of((3, 2, 1, 4, 6, 8))),
+            outs=choices.one_of(((0,), (0,), (0, 1), (0, 1, 2), (self.ref(),), (0, self.ref(), self.ref()))),
             form=choices.one_of(("tuple", "list", "dict")),
             passing=choices.one_of(("args", "args", "kwargs", "nested")),
             calls=choices.one_of((1, 1, 1, 2)),
@@ -139,7 +144,7 @@ class _Draft:
             policy=self.policy() if is_checkpoint and _chance(choices, 70) else None,
             tensor_policy="none"
             if is_checkpoint
-            else choices.one_of(("none", "none", "none", "save_even", "all_save")),
+            else choices.one_of(("none", "none", "none", "none", "none", "save_even", "all_save")),
             early_stop=not _chance(choices, 10),
             config=self.config() if _chance(choices, 10) else (),
         )
@@ -183,14 +188,15 @@ def _tensors(choices: Choices) -> dict[str, tuple[Tensor, ...]]:
 
 
 def _settings(choices: Choices) -> Settings:
+    # Mostly settings under which bytes really leave and come back: a tail or a window as large as the program keeps all.
     return Settings(
         timing=choices.one_of(("lazy", "random", "lazy", "random", "eager")),
         seed=choices.integer(0, 999),
-        min_bytes=choices.one_of((0, 0, 0, 16, 48)),
-        tail_bytes=choices.one_of((0, 0, 0, 64, 512)),
-        window_bytes=choices.one_of((65536, 0, 0, 64, 512)),
+        min_bytes=choices.one_of((0, 0, 0, 0, 0, 0, 16, 48)),
+        tail_bytes=choices.one_of((0, 0, 0, 0, 0, 64, 512)),
+        window_bytes=choices.one_of((0, 0, 0, 0, 64, 512, 65536)),
         prefetch_bytes=choices.one_of((65536, 0, 64, 512)),
-        host_limit=choices.one_of((None, None, None, None, 0, 64, 256, 1024, 4096)),
+        host_limit=choices.one_of((None,) * 12 + (0, 64, 256, 1024, 4096)),
         tiers=choices.one_of((("pinned",),) * 6 + (("pageable",), ("pinned", "pageable"), ("pinned", "disk"))),
         verify=choices.one_of((False, False, True)),
     )
@@ -245,7 +251,7 @@ def generate(choices: Choices) -> Program:
     body = draft.body(0, 20)
     return Program(
         body=body,
-        outs=tuple(draft.ref() for _ in range(choices.one_of((1, 2, 2, 3, 4)))),
+        outs=draft.outs(),
         threads=_schedule(choices),
         settings=_settings(choices),
         seed=choices.integer(0, 99),

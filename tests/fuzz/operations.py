@@ -1,7 +1,8 @@
 """The operations of fuzzed programs: total functions over tensors of any floating dtype and any shape.
 
 Each is short enough to be pasted into a stand-alone script. Operands adapt: ``fit`` makes a last dimension, ``like``
-a shape, ``own`` something that may be written. What adapts is made of views, so that programs are full of them.
+a shape, ``own`` something that may be written, ``small`` keeps what could grow without end. What adapts is made of
+views, so that programs are full of them.
 """
 
 from __future__ import annotations
@@ -53,42 +54,46 @@ def two(x):
     return x.reshape(1, 1) if x.dim() == 0 else x.reshape(-1, x.shape[-1]) if x.numel() else x.new_zeros(1, 1)
 
 
+def small(x):
+    return x if x.numel() <= 2048 else x.reshape(-1)[:64]
+
+
 # ---------------------------------------------------------------- matrices
 
 
 def linear(x, w):
-    return F.linear(fit(x, w.shape[1]).to(w.dtype), w)
+    return F.linear(fit(small(x), w.shape[1]).to(w.dtype), w)
 
 
 def linear_bias(x, w, b):
-    return F.linear(fit(x, w.shape[1]).to(w.dtype), w, fit(b, w.shape[0]).to(w.dtype))
+    return F.linear(fit(small(x), w.shape[1]).to(w.dtype), w, fit(b, w.shape[0]).to(w.dtype))
 
 
 def matmul(x, y):
-    x, y = two(x), two(y).to(x.dtype)
+    x, y = two(small(x)), two(small(y)).to(x.dtype)
     return x @ fit(y, x.shape[1]).t() / 4
 
 
 def bmm(x, y):
-    x = two(x)
-    y = fit(two(y).to(x.dtype), x.shape[1])
+    x = two(small(x))
+    y = fit(two(small(y)).to(x.dtype), x.shape[1])
     return torch.bmm(x.expand(2, *x.shape), y.t().expand(2, *y.t().shape)) / 4
 
 
 def attention(x, y):
-    x = two(x)[None, None]
-    y = fit(two(y), x.shape[-1])[None, None].to(x.dtype)
+    x = two(small(x))[None, None]
+    y = fit(two(small(y)), x.shape[-1])[None, None].to(x.dtype)
     return F.scaled_dot_product_attention(x, y, y)
 
 
 def attention_dropout(x, y):
-    x = two(x)[None, None]
-    y = fit(two(y), x.shape[-1])[None, None].to(x.dtype)
+    x = two(small(x))[None, None]
+    y = fit(two(small(y)), x.shape[-1])[None, None].to(x.dtype)
     return F.scaled_dot_product_attention(x, y, y, dropout_p=0.4)
 
 
 def embedding(x, w):
-    return F.embedding((x.detach().reshape(-1) * 10).long().abs() % w.shape[0], w)
+    return F.embedding((small(x).detach().reshape(-1) * 10).long().abs() % w.shape[0], w)
 
 
 def weight_view(x, w):
@@ -179,10 +184,12 @@ def total(x):
 
 
 def cat(x, y):
-    return torch.cat([two(x), fit(two(y), two(x).shape[1]).to(x.dtype)])
+    x = two(small(x))
+    return torch.cat([x, fit(two(small(y)), x.shape[1]).to(x.dtype)])
 
 
 def stack(x, y):
+    x = small(x)
     return torch.stack([x, like(y, x).to(x.dtype)])
 
 
@@ -310,6 +317,7 @@ def split_views(x):
 
 
 def expand(x):
+    x = small(x)
     return x.unsqueeze(0).expand(3, *x.shape)
 
 

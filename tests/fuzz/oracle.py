@@ -157,7 +157,8 @@ def features_of(program: Program) -> set[str]:
 def _observed(reference: Any, ours: Any) -> set[str]:
     """What happened, for counting."""
     seen = {f"error:{value.split(':')[0]}" for _, value in reference.entries if isinstance(value, str)}
-    if any(" backward " in label and value.__class__ is tuple for label, value in reference.entries):
+    backwards = (" backward ", " grad ", " double ")
+    if any(value.__class__ is tuple and any(word in label for word in backwards) for label, value in reference.entries):
         seen.add("did:backward")
     facts = ours.facts
     if facts is None:
