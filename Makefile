@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 RUN := HYPER_PARALLEL_PLATFORM=torch $(BIN)/python
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help install demo test test-long test-gpu check format clean
+.PHONY: help install demo test test-long test-gpu test-mindspore check format clean
 
 help:
 	@echo "make demo       train a small transformer with none / recompute / swap and compare"
 	@echo "make test       every test this machine can run"
 	@echo "make test-long  what would push 'make test' past 45 minutes"
+	@echo "make test-mindspore  the contract suite on MindSpore, in an environment of its own"
 	@echo "make test-gpu   the GPU suite; needs a CUDA device"
 	@echo "make check      format, lint, types, import rules, unit tests"
 
@@ -27,8 +28,9 @@ install: $(VENV)/.installed
 demo: install
 	$(RUN) -m examples.compare
 
+# One thread per op: the tests' tensors are tiny, and a second thread would only spin.
 test: install
-	$(RUN) -m pytest tests -q -n 2 --dist loadgroup --ignore=tests/gpu -m "not long"
+	OMP_NUM_THREADS=1 $(RUN) -m pytest tests -q -n 2 --dist loadfile --ignore=tests/gpu -m "not long"
 
 test-long: install
 	$(RUN) -m pytest tests -q -m long --ignore=tests/gpu
@@ -36,11 +38,22 @@ test-long: install
 test-gpu:
 	HYPER_PARALLEL_PLATFORM=torch python3 -m pytest tests/gpu -q -m gpu -p no:cacheprovider -p no:xdist
 
+# MindSpore's wheel is built against numpy 1, so it has an environment of its own.
+.venv-mindspore/.installed: requirements/mindspore.txt pyproject.toml
+	$(PYTHON) -m venv .venv-mindspore
+	.venv-mindspore/bin/python -m pip --disable-pip-version-check install --quiet torch==2.13.0
+	.venv-mindspore/bin/python -m pip --disable-pip-version-check install --quiet -r requirements/mindspore.txt
+	.venv-mindspore/bin/python -m pip --disable-pip-version-check install --quiet --no-build-isolation --no-deps -e .
+	touch $@
+
+test-mindspore: .venv-mindspore/.installed
+	HYPER_PARALLEL_PLATFORM=mindspore .venv-mindspore/bin/python -m pytest tests/contract -q --platform mindspore
+
 check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(RUN) -m pytest tests/unit tests/architecture -q -m "not long"
+	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/unit tests/architecture -q -m "not long"
 
 format: install
 	$(BIN)/ruff format .

@@ -29,7 +29,14 @@ platform = TorchPlatform()
         torch.Tensor.add,
         "aten::add.out",
     ],
-    ids=str,
+    ids=[
+        "overload",
+        "other overload",
+        "packet",
+        "function",
+        "method",
+        "schema name",
+    ],  # an address would differ by process
 )
 def test_every_overload_has_one_name(op):
     assert platform.get_op_name(op) == "add"
