@@ -37,14 +37,19 @@ def _panel(result: dict[str, Any], top: int) -> str:
         parts.append(f'<text x="{x(gib):.1f}" y="{top + HEIGHT - BOTTOM + 16}" text-anchor="middle">{gib}</text>')
     parts.append(f'<text x="{WIDTH / 2}" y="{top + HEIGHT - 14}" text-anchor="middle">activation memory, GiB</text>')
     parts.append(f'<text x="14" y="{top + 140}" transform="rotate(-90 14 {top + 140})">step time, ratio to none</text>')
+    taken: list[tuple[float, float]] = []  # where labels stand already
     for name, row in sorted(rows.items(), key=lambda item: item[1]["act_gib"]):
         color = "#0a7d33" if name.startswith("ours") else "#b03030"
         parts.append(f'<circle cx="{x(row["act_gib"]):.1f}" cy="{y(row["ratio"]):.1f}" r="4" fill="{color}"/>')
         anchor = "end" if row["act_gib"] > 0.8 * most_act else "start"
         shift = -7 if anchor == "end" else 7
+        label_y = y(row["ratio"]) + 3
+        while any(abs(label_y - other_y) < 9 and abs(x(row["act_gib"]) - other_x) < 220 for other_x, other_y in taken):
+            label_y += 9
+        taken.append((x(row["act_gib"]), label_y))
         label = f"{html.escape(name)} ({row['ratio']:.3f}, {row['act_gib']:.1f})"
         parts.append(
-            f'<text x="{x(row["act_gib"]) + shift:.1f}" y="{y(row["ratio"]) + 3:.1f}" text-anchor="{anchor}" '
+            f'<text x="{x(row["act_gib"]) + shift:.1f}" y="{label_y:.1f}" text-anchor="{anchor}" '
             f'fill="{color}" font-size="9">{label}</text>'
         )
     return "\n".join(parts)
