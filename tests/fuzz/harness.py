@@ -128,7 +128,11 @@ class Run:
         try:
             loss.backward(retain_graph=retain)
         except Planned:
+            # A retry starts from nothing: how far a backward comes before a recompute fails depends on when that begins,
+            # and any saved-tensor hooks inside a checkpoint move it.
             self.losses.pop(batch, None)
+            for leaf in [*self.weights, *self.batch(batch)]:
+                leaf.grad = None
             raise
         self.log(f"{label} weight", [weight.grad for weight in self.weights])
         self.log(f"{label} input", [value.grad for value in self.batch(batch)])

@@ -139,7 +139,7 @@ class Lowering:
         arguments = [value for value in visible if value.name in used]
         writes_inputs = bool((self.found_written - written_before) & {r for value in arguments for r in value.roots})
         lines += [f"return {_packed([value.name for value in results], span.form)}"]
-        passing = self._passing(span, arguments)
+        passing = self._passing(span, [*arguments, *results] if span.calls > 1 else arguments)
         self._define(span, number, [value.name for value in arguments], passing, lines)
         calls = 1 if writes_inputs or not arguments else span.calls
         text: list[str] = []
