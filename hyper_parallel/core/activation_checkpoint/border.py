@@ -22,6 +22,8 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
+from hyper_parallel.errors import UnsupportedMemberError
+
 if TYPE_CHECKING:
     from hyper_parallel.core.activation_checkpoint.engine import Engine
 
@@ -183,7 +185,16 @@ def room() -> Any:  # the module hyper_parallel.platform.<framework>.activation_
     framework = "torch" if get_platform().platform_type is PlatformType.PYTORCH else "mindspore"
     name = f"hyper_parallel.platform.{framework}.activation_checkpoint"
     # A compiler that traces a door sees a look-up here, goes on to the room's own function, and reads there why it must stop.
-    return sys.modules[name] if name in sys.modules else importlib.import_module(name)
+    if name in sys.modules:
+        return sys.modules[name]
+    if framework == "mindspore":
+        raise UnsupportedMemberError(
+            member="activation_checkpoint",
+            platform="MindSporePlatform",
+            reason="saving, recomputing and swapping per op is not there yet on MindSpore",
+            instead="set HYPER_PARALLEL_PLATFORM=torch to use torch, where both frameworks are installed",
+        )
+    return importlib.import_module(name)
 
 
 def border() -> TensorBorder:

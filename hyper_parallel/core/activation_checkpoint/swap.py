@@ -14,13 +14,15 @@ import contextvars
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSet
+from collections.abc import Iterable, Iterator, MutableMapping, MutableSet
 from typing import Any, ClassVar, Final, cast
 
 from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.border import DeviceBackend, Stream, Tensor, TensorBorder, border
+from hyper_parallel.core.activation_checkpoint.chain import Chain
 from hyper_parallel.core.activation_checkpoint.engine import Engine
 from hyper_parallel.core.activation_checkpoint.far.memory import FarMemory
+from hyper_parallel.core.activation_checkpoint.marks import Marks
 from hyper_parallel.core.activation_checkpoint.record import Position, Record
 from hyper_parallel.core.activation_checkpoint.residency import Residency
 from hyper_parallel.core.activation_checkpoint.statistics import Counters, SwapStats
@@ -358,19 +360,6 @@ class SwapGroup:
             )
 
 
-class Chain:
-    """A declared order of two layers. A hint; ``remove()`` takes it back."""
-
-    def __init__(self, remove: Callable[[], None]) -> None:
-        self._remove: Callable[[], None] | None = remove
-
-    def remove(self) -> None:
-        """Forget the declaration."""
-        if self._remove is not None:
-            self._remove()
-            self._remove = None
-
-
 class SwapManager:
     """The door: settings, engines, statistics, groups and declared chains of this process. There is one."""
 
@@ -382,6 +371,7 @@ class SwapManager:
 
     backends: dict[tuple[str, str], DeviceBackend]
     counters: Counters
+    marks: Marks
 
     def __new__(cls) -> SwapManager:
         """The one manager, born at first use."""
@@ -401,7 +391,7 @@ class SwapManager:
         self._far: dict[tuple[object, ...], FarMemory] = {}
         self._groups: dict[str, SwapGroup] = {}
         self._group_of_layer: weakref.WeakKeyDictionary[Any, SwapGroup] = weakref.WeakKeyDictionary()
-        self._tags: dict[int, tuple[str | None, Callable[[], bool]]] = {}
+        self.marks = Marks()
         self._chains: dict[tuple[int, int], Chain] = {}
         self._layers_named = 0
 
@@ -612,25 +602,3 @@ class SwapManager:
         if group.before is not None:
             for record in list(group.before.records):
                 record.engine.finish_offload(record)
-
-    # ------------------------------------------------------------------ marks
-
-    def mark(self, storage_key: int, tag: str | None, is_alive: Callable[[], bool]) -> None:
-        """The next save of this storage is swapped, whatever the policy around it says."""
-        with self._lock:
-            self._tags = {key: mark for key, mark in self._tags.items() if mark[1]()}
-            self._tags[storage_key] = (tag, is_alive)
-
-    def is_marked(self, storage_key: int) -> bool:
-        """Whether the user marked this storage."""
-        mark = self._tags.get(storage_key)
-        return mark is not None and mark[1]()
-
-    def tag_of(self, storage_key: int) -> str | None:
-        """The name under which the user marked this storage."""
-        mark = self._tags.get(storage_key)
-        return mark[0] if mark is not None and mark[1]() else None
-
-    def has_marks(self) -> bool:
-        """Whether any marked storage lives."""
-        return any(is_alive() for _, is_alive in list(self._tags.values()))

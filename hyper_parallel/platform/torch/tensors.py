@@ -90,11 +90,9 @@ class TorchTensorMembers(TensorMembers):
         try:
             return data.to(dtype)
         except (NotImplementedError, RuntimeError) as error:
-            raise UnsupportedMemberError(
-                member="tensor_type_cast",
-                platform="TorchPlatform",
-                reason=f"torch cannot convert {data.dtype} to {dtype} on {data.device}: {error}",
-                instead="cast to a dtype that torch computes in, such as float32, bfloat16, int8 or uint8",
+            raise ValueError(
+                f"tensor_type_cast: torch cannot convert {data.dtype} to {dtype} on {data.device}: {error}. "
+                "Cast to a dtype that torch computes in, such as float32, bfloat16, int8 or uint8"
             ) from error
 
     @staticmethod

@@ -205,7 +205,7 @@ def backend_for(device: torch.device, config: SwapConfig) -> DeviceBackend | Non
 
 def refuse_capture(where: str) -> None:
     """Raise while a device graph is being captured: a replay of it would reuse buffers that this step lent and took back."""
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise CaptureError(
             f"{where}: cannot swap or replay activations while a CUDA graph is captured, because the captured copies would "
             "be repeated with buffers that belong to this step only. Capture a part of the model without an active region, "

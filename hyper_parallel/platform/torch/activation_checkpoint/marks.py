@@ -32,12 +32,8 @@ class _MarkedOnly:
         self._packer = Packer(where="swap_tensor_wrapper")
 
     def __call__(self, tensor: torch.Tensor) -> Handle | Kept:
-        manager = SwapManager()
-        if (
-            type(tensor) is torch.Tensor
-            and tensor.layout is torch.strided
-            and manager.is_marked(tensor.untyped_storage()._cdata)
-        ):
+        is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+        if is_plain and tensor.untyped_storage()._cdata in SwapManager().marks:
             return self._packer(tensor)
         return Kept(alias(tensor), tensor._version, "swap_tensor_wrapper")
 
@@ -66,7 +62,7 @@ def swap_tensor_wrapper(tree: Any, tag: str | None = None) -> Any:
         nonlocal has_marked
         if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
             storage = leaf.untyped_storage()
-            manager.mark(storage._cdata, tag, storage_watch(storage))
+            manager.marks.add(storage._cdata, tag, storage_watch(storage))
             has_marked = True
         return leaf
 
@@ -80,7 +76,7 @@ def swap_tensor_wrapper(tree: Any, tag: str | None = None) -> Any:
 def forget_bottom_hooks() -> None:
     """Take this thread's pair off again, if it is alone on the stack and no marked tensor lives."""
     bottom = _THIS_THREAD.bottom
-    if bottom is None or SwapManager().has_marks():
+    if bottom is None or SwapManager().marks:
         return
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if top is not None and top[0] is bottom:

@@ -135,7 +135,7 @@ class Packer:
 
     def _asks_for_swap(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         """The policy's word for this view; and a storage one of whose views must stay does not leave through another."""
-        if self._policy_fn is None or self._manager.is_marked(storage._cdata):
+        if self._policy_fn is None or storage._cdata in self._manager.marks:
             return True
         answer = self._policy_fn(tensor)
         if answer is None or answer in _SWAPS:
@@ -203,7 +203,7 @@ class Packer:
             position=position,
             index=index,
             group=group,
-            tag=self._manager.tag_of(storage._cdata),
+            tag=self._manager.marks.tag_of(storage._cdata),
             stays=group is not None and group.is_last_group,
             storage_key=storage._cdata,
             version=version,
