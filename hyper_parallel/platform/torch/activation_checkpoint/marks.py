@@ -34,7 +34,7 @@ class _MarkedOnly:
     def __call__(self, tensor: torch.Tensor) -> Handle | Kept:
         is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
         if is_plain and tensor.untyped_storage()._cdata in SwapManager().marks:
-            return self._packer(tensor)
+            return self._packer.pack(tensor)
         return Kept(alias(tensor), tensor._version, "swap_tensor_wrapper")
 
 

@@ -38,6 +38,7 @@ __all__ = ["ActivationPolicy", "AsyncSaveOnCpu", "Packer", "TensorPolicy", "base
 
 TensorPolicy = Callable[[torch.Tensor], Any]
 
+_has_modes = torch._C._len_torch_dispatch_stack
 _EXOTIC_ERRORS = (NotImplementedError, RuntimeError)
 
 
@@ -63,6 +64,10 @@ def base_check_fn(tensor: Any) -> bool:
 
 def unpack(packed: Handle | Kept) -> torch.Tensor:
     """The unpack hook: a function of its own, so that a graph holds no context manager."""
+    if packed.__class__ is Kept:  # by far the most: spare it a call
+        tensor = packed.tensor
+        if tensor._version == packed.version:
+            return tensor
     return packed.unpack()
 
 
@@ -94,9 +99,9 @@ class Packer:
             self._manager.counters.keep_many(KeepReason.SMALL, self._small_bytes, self._small_count)
             self._small_bytes = self._small_count = 0
 
-    def __call__(self, tensor: torch.Tensor) -> Handle | Kept:
+    def pack(self, tensor: torch.Tensor) -> Handle | Kept:
         """The pack hook."""
-        if type(tensor) is not torch.Tensor:
+        if tensor.__class__ is not torch.Tensor:
             return self._pack_unusual(tensor)
         try:
             storage = tensor.untyped_storage()
@@ -106,7 +111,8 @@ class Packer:
         if nbytes < self._min_bytes and self._policy_fn is None:
             self._small_bytes += nbytes
             self._small_count += 1
-            return Kept(alias(tensor), tensor._version, self.where)
+            detached = alias(tensor) if _has_modes() else tensor.detach()
+            return Kept(detached, detached._version, self.where)
         return self._pack_plain(tensor, storage, nbytes)
 
     def _pack_unusual(self, tensor: torch.Tensor) -> Handle | Kept:
@@ -227,7 +233,7 @@ class AsyncSaveOnCpu(saved_tensors_hooks):
         position: Position | None = None,
     ) -> None:
         self._packer = Packer(policy_fn, config=swap_config, where=where, position=position)
-        super().__init__(self._packer, unpack)
+        super().__init__(self._packer.pack, unpack)
 
     def __exit__(self, *exc: object) -> None:
         super().__exit__(*exc)
