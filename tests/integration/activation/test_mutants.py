@@ -344,7 +344,13 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "autograd gets its own tensor back",
-        (Edit(f"{TORCH}.saved_tensors:Packer.__call__", "Kept(alias(tensor)", "Kept(tensor"),),
+        (
+            Edit(
+                f"{TORCH}.saved_tensors:Packer.pack",
+                "detached = alias(tensor) if _has_modes() else tensor.detach()",
+                "detached = tensor",
+            ),
+        ),
         "cycle",
         r"expired",
     ),
