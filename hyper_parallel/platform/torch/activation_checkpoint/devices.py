@@ -16,7 +16,7 @@ from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.platform.torch.activation_checkpoint.storages import unseen
 
-__all__ = ["AcceleratorBackend", "HostBackend", "backend_for", "refuse_capture"]
+__all__ = ["AcceleratorBackend", "HostBackend", "backend_for", "profiler_range", "refuse_capture"]
 
 
 _TRIM_EVERY_BYTES: Final = 32 * 2**20
@@ -94,8 +94,10 @@ class AcceleratorBackend:
 
     def copy(self, destination: FlatBytes, source: FlatBytes, stream: Stream) -> None:
         """See the border."""
-        with torch._C._DisableTorchDispatch(), torch.no_grad(), self._module.stream(stream):
-            destination.copy_(source, non_blocking=True)
+        goes_out = destination.device.type == "cpu"
+        with profiler_range(goes_out=goes_out), torch._C._DisableTorchDispatch(), torch.no_grad():
+            with self._module.stream(stream):
+                destination.copy_(source, non_blocking=True)
 
     def host_view(self, flat: FlatBytes) -> memoryview:
         """See the border."""
@@ -182,6 +184,13 @@ class HostBackend:
     def host_view(self, flat: FlatBytes) -> memoryview:
         """See the border."""
         return memoryview(flat.numpy())
+
+
+def profiler_range(*, goes_out: bool) -> contextlib.AbstractContextManager[Any]:
+    """A range in torch's profiler around the queueing of a copy; nothing where no profiler runs."""
+    if not torch._C._autograd._profiler_enabled():
+        return contextlib.nullcontext()
+    return torch.profiler.record_function(f"hyper_parallel: copy {'out' if goes_out else 'back'}")
 
 
 def backend_for(device: torch.device, config: SwapConfig) -> DeviceBackend | None:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.core.activation_checkpoint.border import FlatBytes
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
+from hyper_parallel.platform.torch.activation_checkpoint.devices import profiler_range
 from hyper_parallel.platform.torch.activation_checkpoint.ops import facts_of
 from hyper_parallel.platform.torch.activation_checkpoint.storages import unseen
 from hyper_parallel.testing.simulation import Simulation
@@ -114,7 +115,8 @@ class SimulatedBackend:
             self._simulation.swapped_bytes += source.nbytes
         self._claim(stream, source, is_write=False, what="copy out" if goes_out else "copy back")
         self._claim(stream, destination, is_write=True, what="copy out" if goes_out else "copy back")
-        timeline.enqueue(stream, _Copy(self, destination, source, goes_out=goes_out))
+        with profiler_range(goes_out=goes_out), torch._C._DisableTorchDispatch():
+            timeline.enqueue(stream, _Copy(self, destination, source, goes_out=goes_out))
 
     def _claim(self, stream: SimulatedStream, flat: FlatBytes, *, is_write: bool, what: str) -> None:
         key, start = flat.untyped_storage()._cdata, flat.storage_offset()
