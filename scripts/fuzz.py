@@ -29,13 +29,15 @@ CHUNK = 50  # programs per unit of work, and of resumption
 SHRINK_TRIES = 600
 MOST_SHRUNK = 3  # failures of one kind that each process shrinks; the rest is written as it is
 FAILURES = ("mismatch", "crash")
-LIMIT_S = 180  # for one program; a hang is a failure like any other
+LIMIT_S = 120.0  # for one program; a hang is a failure like any other
+START_S = 180.0  # for a process to import everything and find its device
+END_S = 10.0  # for a process to end when it is told to, or killed
 
 
 # ------------------------------------------------------------------ the worker
 
 
-def work(connection: Any, seed: int, device: str, shrinks: bool) -> None:
+def work(connection: Any, seed: int, device: str, shrink_s: float) -> None:
     """Judge program numbers as they come; runs in a process of its own, so that a crash is only a result."""
     _prepare(device)
     from fuzz.generate import program_number
@@ -57,8 +59,8 @@ def work(connection: Any, seed: int, device: str, shrinks: bool) -> None:
         }
         if not verdict.is_good:
             shrunk[signature(verdict.detail)] += 1
-            is_new = shrinks and shrunk[signature(verdict.detail)] <= MOST_SHRUNK
-            smaller = _shrunk(program, verdict.detail, device) if is_new else program
+            is_new = shrink_s > 0 and shrunk[signature(verdict.detail)] <= MOST_SHRUNK
+            smaller = _shrunk(program, verdict.detail, device, shrink_s) if is_new else program
             title = f"Program {number} of seed {seed}. {judge(smaller, device).detail or verdict.detail}"
             reply["script"] = program_to_script(smaller, title)
         connection.send(reply)
@@ -71,13 +73,16 @@ def _prepare(device: str) -> None:
     harness.prepare(device)
 
 
-def _shrunk(program: Any, detail: str, device: str) -> Any:
+def _shrunk(program: Any, detail: str, device: str, shrink_s: float) -> Any:
     from fuzz.oracle import judge, signature
     from fuzz.shrink import shrink
 
     wanted = signature(detail)
+    deadline = time.monotonic() + shrink_s
 
     def still_fails(candidate: Any) -> bool:
+        if time.monotonic() > deadline:
+            return False
         verdict = judge(candidate, device)
         return not verdict.is_good and signature(verdict.detail) == wanted
 
@@ -170,10 +175,12 @@ def _versions(device: str) -> dict[str, str]:
 
 
 class Worker:
-    """A process that judges one program at a time."""
+    """A process that judges one program at a time. One that dies or hangs is a result, and is replaced."""
 
-    def __init__(self, arguments: tuple[Any, ...]) -> None:
+    def __init__(self, arguments: tuple[Any, ...], *, limit_s: float = LIMIT_S, target: Any = work) -> None:
         self._arguments = arguments
+        self._limit_s = limit_s
+        self._target = target
         self.todo: collections.deque[int] = collections.deque()
         self.replies: list[dict[str, Any]] = []
         self.number = -1
@@ -183,9 +190,10 @@ class Worker:
         """A fresh process."""
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=work, args=(theirs, *self._arguments), daemon=True)
+        self.process = context.Process(target=self._target, args=(theirs, *self._arguments), daemon=True)
         self.process.start()
         theirs.close()
+        self._has_answered = False
 
     def take(self, numbers: list[int]) -> None:
         """A new chunk."""
@@ -196,33 +204,47 @@ class Worker:
         """Send the next program."""
         self.number = self.todo.popleft()
         self.since = time.monotonic()
-        self.connection.send(self.number)
+        with contextlib.suppress(OSError):  # a process that died between two programs is noticed by `answer`
+            self.connection.send(self.number)
 
     def answer(self) -> dict[str, Any] | None:
         """The reply of the program that runs, a failure when its process died or hangs; None while it runs."""
         try:
             if self.connection.poll():
-                return self.connection.recv()
+                reply: dict[str, Any] = self.connection.recv()
+                self._has_answered = True
+                return reply
         except (EOFError, ConnectionResetError):
-            self.process.join()
-            return self._lost(f"the process died with exit code {self.process.exitcode}")
-        if time.monotonic() - self.since > LIMIT_S * (1 if self.replies or self.number else 2):
-            self.process.kill()
-            self.process.join()
-            return self._lost(f"no answer after {LIMIT_S} s")
-        return None
+            return self._lost("the process died")
+        limit_s = self._limit_s + (0.0 if self._has_answered else START_S)
+        return self._lost(f"no answer after {limit_s:.0f} s") if time.monotonic() - self.since > limit_s else None
 
     def _lost(self, why: str) -> dict[str, Any]:
+        # It may have closed its pipe and still hang at its end, so it is killed in any case; and a process inside a driver's
+        # call may outlive even that, so nobody waits for it without a limit.
+        self.process.join(timeout=0.5)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join(timeout=END_S)
+        code = self.process.exitcode
         self.start()
-        return {"number": self.number, "kind": "crash", "detail": why, "features": (), "seconds": 0.0, "script": None}
+        return {
+            "number": self.number,
+            "kind": "crash",
+            "detail": f"{why}, exit code {code}",
+            "features": (),
+            "seconds": 0.0,
+            "script": None,
+        }
 
     def end(self) -> None:
         """No more work."""
         with contextlib.suppress(OSError):
             self.connection.send(None)
-        self.process.join(timeout=10)
+        self.process.join(timeout=END_S)
         if self.process.is_alive():
             self.process.kill()
+            self.process.join(timeout=END_S)
 
 
 def run(options: argparse.Namespace) -> Summary:
@@ -247,8 +269,10 @@ def run(options: argparse.Namespace) -> Summary:
         TimeRemainingColumn(),
     )
     console = Console(stderr=True)
+    shrink_s = 0.0 if options.no_shrink else options.limit_s / 2  # the answer must come before the limit
     workers = [
-        Worker((options.seed, options.device, not options.no_shrink)) for _ in range(min(options.jobs, len(chunks)))
+        Worker((options.seed, options.device, shrink_s), limit_s=options.limit_s)
+        for _ in range(min(options.jobs, len(chunks)))
     ]
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("programs", total=options.programs, completed=summary.programs)
@@ -311,10 +335,11 @@ def main() -> int:
         "--output", type=pathlib.Path, default=pathlib.Path("fuzz.json"), help="summary, also to go on from"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: the simulated accelerator")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds for one program; then it is a failure")
     parser.add_argument("--no-shrink", action="store_true", help="write failures as they are")
     options = parser.parse_args()
-    if options.programs < 1 or options.jobs < 1:
-        parser.error("--programs and --jobs must be at least 1")
+    if options.programs < 1 or options.jobs < 1 or options.limit_s <= 0:
+        parser.error("--programs and --jobs must be at least 1, --limit-s must be positive")
     summary = run(options)
     found = ", ".join(f"{count} {kind}" for kind, count in sorted(summary.kinds.items()))
     print(
@@ -325,4 +350,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    # Not sys.exit: at its end the interpreter would wait without a limit for a worker that even a kill does not end.
+    os._exit(status) if multiprocessing.active_children() else sys.exit(status)

@@ -118,6 +118,8 @@ class Tick:
     """Called at every operation: raises where the schedule wants it, and passes the turn between threads.
 
     One thread runs at a time, and turns change at counted calls only, so a program with threads is deterministic.
+    A device's backward runs on the framework's one thread for that device, whoever asked for it: passing the turn there
+    would stop the only thread that could ever give it back, so turns are passed on the program's own threads alone.
     """
 
     def __init__(self, threads):
@@ -126,6 +128,7 @@ class Tick:
         self._calls = 0
         self._turn = 0
         self._over = set()
+        self._members = set()
         self._changed = threading.Condition()
 
     def whose_turn(self):
@@ -137,13 +140,14 @@ class Tick:
             if self.left < 0:
                 self.left = None
                 raise Planned
-        if self._threads > 1:
+        if self._threads > 1 and threading.get_ident() in self._members:
             self._calls += 1
             if self._calls % 3 == 0:
                 self._pass_turn(self._turn if me is None else me)
 
     def wait(self, me):
         with self._changed:
+            self._members.add(threading.get_ident())
             if not self._changed.wait_for(lambda: self._turn == me, timeout=60):
                 raise TimeoutError(f"thread {me} waited a minute for its turn")
 

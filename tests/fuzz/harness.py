@@ -21,7 +21,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fuzz.doors import Plain, Planned, Tick
 
-HELD = ("records outlived", "still lent", "hooks were left", "bytes are left")  # by whatever torch leaves behind
+HELD = (
+    "records outlived",
+    "still lent",
+    "hooks were left on this thread",
+    "bytes are left",
+)  # by whatever torch leaves behind
 
 
 # ---------------------------------------------------------------- one run
@@ -62,7 +67,7 @@ def make(description, seed, device, wants_grad=True):
 class Run:
     """One thread's part of the schedule. Each method is one kind of action."""
 
-    def __init__(self, program, model, weights, tick, device, me, around):
+    def __init__(self, program, model, weights, tick, device, me, hp):
         self.program, self.model, self.weights, self.tick, self.device, self.me = (
             program,
             model,
@@ -71,7 +76,8 @@ class Run:
             device,
             me,
         )
-        self.around = around
+        self.around = getattr(hp, "around", contextlib.nullcontext)
+        self.is_reference = isinstance(hp, Plain)
         self.entries = []
         self.inputs = {}
         self.losses = {}
@@ -134,6 +140,9 @@ class Run:
             for leaf in [*self.weights, *self.batch(batch)]:
                 leaf.grad = None
             raise
+        finally:
+            if self.device != "cpu" and self.is_reference:
+                hooks_of_device_thread(self.device)
         self.log(f"{label} weight", [weight.grad for weight in self.weights])
         self.log(f"{label} input", [value.grad for value in self.batch(batch)])
 
@@ -191,7 +200,6 @@ def run_program(program, hp, device):
     ]
     threads = program["THREADS"]
     tick = Tick(len(threads))
-    around = getattr(hp, "around", contextlib.nullcontext)
     runs = []
     for me in range(len(threads)):
         # Weights of its own: how often turns change inside backward depends on what is recomputed.
@@ -200,7 +208,7 @@ def run_program(program, hp, device):
             for index, tensor in enumerate(program["WEIGHTS"])
         ]
         model = program["build"](hp, weights, constants, tick)
-        runs.append(Run(program, model, weights, tick, device, me, around))
+        runs.append(Run(program, model, weights, tick, device, me, hp))
     if len(runs) == 1:
         runs[0].perform(threads[0])
     else:
@@ -228,7 +236,7 @@ def _perform_in_threads(runs, threads, tick):
             finally:
                 tick.end(run.me)
 
-    workers = [threading.Thread(target=work, args=pair) for pair in zip(runs, threads)]
+    workers = [threading.Thread(target=work, args=pair, daemon=True) for pair in zip(runs, threads)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -259,6 +267,31 @@ def prepare(device):
         torch.backends.cuda.enable_flash_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(False)
         torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+class _TakeHooksOff(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, taken):
+        ctx.taken = taken
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+            ctx.taken.append(True)
+        return grad, None
+
+
+def hooks_of_device_thread(device):
+    """Take saved-tensor hooks off the framework's thread for this device; how many there were.
+
+    An error inside a replay leaves them there: before 2.13 torch's checkpoint takes its hooks off when the error is
+    forgotten, on whichever thread that happens. The judge must not suffer from that; with us, it is a fault.
+    """
+    taken = []
+    _TakeHooksOff.apply(torch.ones(1, device=device, requires_grad=True), taken).backward()
+    return len(taken)
 
 
 def allocated_bytes():
@@ -329,7 +362,7 @@ def run_once(program, hp, device):
                 for tier in hp.stats().tiers
                 if tier.live_bytes
             ]
-            faults += hooks_left()
+            faults += hooks_left(device)
     except Exception as error:
         if not is_ours:
             raise
@@ -342,7 +375,7 @@ def run_once(program, hp, device):
     return outcome
 
 
-def hooks_left():
+def hooks_left(device):
     """Hooks or modes that the program should have taken off."""
     from hyper_parallel.platform.torch.activation_checkpoint import marks
 
@@ -354,6 +387,8 @@ def hooks_left():
         marks._THIS_THREAD.bottom = None  # or the next program would start with the damage of this one
     if torch._C._len_torch_dispatch_stack():
         faults.append("a dispatch mode was left on this thread")
+    if device != "cpu" and hooks_of_device_thread(device):
+        faults.append("saved-tensor hooks were left on the device's backward thread")
     return faults
 
 
