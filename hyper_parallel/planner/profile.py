@@ -14,6 +14,8 @@ Bytes
 ``output_bytes``  what the op newly allocates for its outputs; 0 for a view.
 ``kept_bytes``    how much of that autograd holds until backward when the block is left alone. ``kept_by`` says for which
                   ops' backward; the earliest of them lets go last.
+``backward_bytes``, ``backward_transient_bytes``  above the kept values; the gradient of the output counts among them, and so
+                  does everything else that its backward makes, except ``gradient_bytes``.
 ``base``          what is there anyway, in every moment: weights, gradients that already exist, optimizer states.
 """
 
@@ -230,11 +232,15 @@ class Block:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Segment:
-    """What runs before or after the blocks: embedding, or head and loss."""
+    """What runs before or after the blocks: embedding, or head and loss.
+
+    The epilogue's numbers include the last block's output: bytes count above what is there without it. The prologue's do
+    not include the first block's input, which that block counts.
+    """
 
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
-    kept_bytes: int = 0  # held from its forward to its backward
+    kept_bytes: int = 0  # held from the end of its forward to its backward
     forward_transient_bytes: int = 0  # peak of its forward, less what was there when it began
     backward_transient_bytes: int = 0  # peak of its backward, less what was there when it began
     gradient_bytes: int = 0  # weight gradients that its backward makes and leaves behind

@@ -1,0 +1,30 @@
+"""A memory budget: one number of bytes, from what a person writes."""
+
+from __future__ import annotations
+
+from hyper_parallel.config import parse_bytes
+
+__all__ = ["parse_budget", "show_bytes"]
+
+
+def parse_budget(budget: int | str, *, name: str = "budget") -> int:
+    """``"20GiB"``, ``"500 MB"`` or bytes; anything that is no amount of memory is refused."""
+    try:
+        nbytes = parse_bytes(budget, name=name)
+    except OverflowError:
+        raise ValueError(
+            f"{name}: {str(budget)[:40]!r}... is more than any machine has; write it like '20GiB'"
+        ) from None
+    if nbytes == 0:
+        raise ValueError(f"{name}: {budget!r} is no memory at all; give the bytes the step may use, such as '20GiB'")
+    return nbytes
+
+
+def show_bytes(nbytes: int) -> str:
+    """Bytes for a person: ``20.0 GiB``."""
+    size, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{nbytes} B" if unit == "B" else f"{size:.2f} {unit}"

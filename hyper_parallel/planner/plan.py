@@ -1,0 +1,296 @@
+"""A plan: for every block and op a fate with its reason, what it should cost, and where the peak should sit.
+
+Identical blocks share a :class:`Recipe`; a block without one is left alone. A plan is a value: it is saved, loaded,
+compared and printed, and knows the fingerprint of the model it was made for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+from collections.abc import Iterator
+from typing import Final
+
+from hyper_parallel.errors import PlanError
+from hyper_parallel.planner.budget import show_bytes
+from hyper_parallel.planner.profile import EngineSettings
+from hyper_parallel.planner.records import load_record, require, save_record
+
+__all__ = ["BlockPlan", "Corrections", "Fate", "OpDecision", "Plan", "Prediction", "Recipe", "RegionPlan", "WhatIf"]
+
+SCHEMA: Final = "hyper_parallel.plan/1"
+
+
+class Fate(str, enum.Enum):
+    """What becomes of an op's output, or of a region's input."""
+
+    SAVE = "save"  # on the device from its forward to the end of its region's backward
+    SWAP = "swap"  # leaves for far memory, and is back when its region is replayed
+    RECOMPUTE = "recompute"  # made again when its region is replayed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpDecision:
+    """One op instance of a region."""
+
+    name: str
+    overload: str
+    module: str
+    occurrence: int  # how many of this name and overload came before it *in the region*
+    fate: Fate
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RegionPlan:
+    """One replayed region of a block. Ops that are not listed are recomputed."""
+
+    module: str  # path inside the block; "": the block itself
+    input_fate: Fate
+    ops: tuple[OpDecision, ...]
+
+    def __post_init__(self) -> None:
+        require(self.input_fate is not Fate.RECOMPUTE, f"RegionPlan {self.module!r}: an input cannot be recomputed")
+
+    def fate_of(self, name: str, overload: str, occurrence: int) -> Fate:
+        """What becomes of one op instance, counted inside the region."""
+        return self._table().get((name, overload, occurrence), Fate.RECOMPUTE)
+
+    def _table(self) -> dict[tuple[str, str, int], Fate]:
+        return {(op.name, op.overload, op.occurrence): op.fate for op in self.ops}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The regions of a block, and what becomes of everything in them."""
+
+    kind: str
+    regions: tuple[RegionPlan, ...]
+
+    def __post_init__(self) -> None:
+        require(bool(self.regions), "Recipe.regions: is empty; a block that is left alone has no recipe")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockPlan:
+    """One block."""
+
+    name: str
+    recipe: int | None = None  # index into Plan.recipes; None: left alone
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a step under the plan should be."""
+
+    peak_bytes: int
+    peak_where: str
+    peak_parts: dict[str, int]  # what the peak is made of, by name
+    step_seconds: float
+    compute_seconds: float  # the step's own work
+    replay_seconds: float  # work done again
+    exposed_seconds: float  # compute waiting for copies
+    host_seconds: float = 0.0  # issuing it; the step cannot be shorter
+    swapped_out_bytes: int = 0
+    swapped_in_bytes: int = 0
+    host_bytes: int = 0  # far memory at its fullest
+    disk_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WhatIf:
+    """What another budget would give."""
+
+    budget_bytes: int
+    peak_bytes: int | None  # None: nothing fits
+    step_seconds: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Corrections:
+    """What measuring an applied plan taught: fed back into the next plan."""
+
+    peak_bytes: int = 0  # measured less predicted; added to every peak
+    time_scale: float = 1.0  # measured over predicted; multiplies all compute
+    stall_cost: float = 1.0  # the part of a simulated wait that shows in the step
+
+    def __post_init__(self) -> None:
+        require(self.time_scale > 0, f"Corrections.time_scale: {self.time_scale} must be above 0")
+        require(self.stall_cost >= 0, f"Corrections.stall_cost: {self.stall_cost} is negative")
+
+    def after(self, plan: Plan, *, measured_peak_bytes: int, measured_step_seconds: float | None = None) -> Corrections:
+        """These, and what a step under ``plan`` turned out to be."""
+        scale = 1.0 if measured_step_seconds is None else measured_step_seconds / plan.predicted_step_seconds
+        return dataclasses.replace(
+            self,
+            peak_bytes=self.peak_bytes + measured_peak_bytes - plan.predicted_peak_bytes,
+            time_scale=self.time_scale * min(max(scale, 0.5), 2.0),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to do with every activation of a step, and what that should give."""
+
+    model_fingerprint: str
+    budget_bytes: int
+    blocks: tuple[BlockPlan, ...]
+    recipes: tuple[Recipe, ...]
+    settings: EngineSettings
+    predicted: Prediction
+    untouched: Prediction  # the step left alone, as the same simulator sees it
+    what_if: tuple[WhatIf, ...] = ()
+    corrections: Corrections = Corrections()
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for block in self.blocks:
+            require(
+                block.recipe is None or 0 <= block.recipe < len(self.recipes),
+                f"Plan.blocks: {block.name} follows recipe {block.recipe}; there are {len(self.recipes)}",
+            )
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """The peak of active device bytes."""
+        return self.predicted.peak_bytes
+
+    @property
+    def predicted_step_seconds(self) -> float:
+        """One step."""
+        return self.predicted.step_seconds
+
+    @property
+    def does_nothing(self) -> bool:
+        """Whether the step fits as it is."""
+        return all(block.recipe is None for block in self.blocks)
+
+    def recipe_of(self, block: BlockPlan) -> Recipe | None:
+        """What becomes of a block; None: it is left alone."""
+        return None if block.recipe is None else self.recipes[block.recipe]
+
+    def check_model(self, fingerprint: str, *, model: str = "this model") -> None:
+        """Refuse a model that the plan was not made for."""
+        if fingerprint != self.model_fingerprint:
+            raise PlanError(
+                f"Plan: cannot be applied to {model}, because it was made for another one (fingerprint {self.model_fingerprint}, "
+                f"here {fingerprint}; blocks {self.blocks[0].name} .. {self.blocks[-1].name}). Profile this model and plan again."
+            )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON."""
+        save_record(self, path, schema=SCHEMA)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read what :meth:`save` wrote."""
+        return load_record(cls, path, schema=SCHEMA)
+
+    def diff(self, other: Plan) -> tuple[str, ...]:
+        """How ``other`` differs from this plan, one line each; empty when both do the same."""
+        return tuple(_differences(self, other))
+
+    def summary(self) -> str:
+        """The plan for a person, a screen of text."""
+        return "\n".join(_summary(self))
+
+
+def _fates(plan: Plan) -> dict[tuple[str, str], str]:
+    """(block, value) to its fate in words."""
+    found: dict[tuple[str, str], str] = {}
+    for block in plan.blocks:
+        recipe = plan.recipe_of(block)
+        if recipe is None:
+            found[block.name, "block"] = "left alone"
+            continue
+        found[block.name, "block"] = " + ".join(region.module or "whole" for region in recipe.regions)
+        for region in recipe.regions:
+            prefix = f"{region.module}." if region.module else ""
+            found[block.name, f"{prefix}input"] = region.input_fate.value
+            for op in region.ops:
+                found[block.name, f"{op.module}::{op.name}#{op.occurrence}"] = op.fate.value
+    return found
+
+
+def _differences(mine: Plan, other: Plan) -> Iterator[str]:
+    if mine.model_fingerprint != other.model_fingerprint:
+        yield f"model: {mine.model_fingerprint} -> {other.model_fingerprint}"
+    if mine.budget_bytes != other.budget_bytes:
+        yield f"budget: {show_bytes(mine.budget_bytes)} -> {show_bytes(other.budget_bytes)}"
+    for name in ("window_bytes", "tail_bytes", "prefetch_bytes", "min_bytes"):
+        before, after = getattr(mine.settings, name), getattr(other.settings, name)
+        if before != after:
+            yield f"{name}: {show_bytes(before)} -> {show_bytes(after)}"
+    before_fates, after_fates = _fates(mine), _fates(other)
+    changes: dict[str, list[str]] = {}
+    for key in [*before_fates, *(key for key in after_fates if key not in before_fates)]:
+        before_fate, after_fate = before_fates.get(key, "recompute"), after_fates.get(key, "recompute")
+        if before_fate != after_fate:
+            changes.setdefault(f"{key[1]}: {before_fate} -> {after_fate}", []).append(key[0])
+    for change, blocks in changes.items():
+        yield f"{change} in {_span(blocks)}"
+    if mine.predicted != other.predicted:
+        yield (
+            f"predicted: {show_bytes(mine.predicted_peak_bytes)}, {mine.predicted_step_seconds * 1e3:.1f} ms -> "
+            f"{show_bytes(other.predicted_peak_bytes)}, {other.predicted_step_seconds * 1e3:.1f} ms"
+        )
+
+
+def _span(names: list[str]) -> str:
+    if len(names) <= 3:
+        return ", ".join(names)
+    return f"{len(names)} blocks ({names[0]} .. {names[-1]})"
+
+
+def _summary(plan: Plan) -> Iterator[str]:
+    predicted, untouched = plan.predicted, plan.untouched
+    yield (
+        f"budget {show_bytes(plan.budget_bytes)}: peak {show_bytes(predicted.peak_bytes)} ({predicted.peak_where}), step "
+        f"{predicted.step_seconds * 1e3:.1f} ms; left alone {show_bytes(untouched.peak_bytes)}, "
+        f"{untouched.step_seconds * 1e3:.1f} ms"
+    )
+    if plan.does_nothing:
+        yield "the step fits: nothing is done"
+    else:
+        yield (
+            f"compute {predicted.compute_seconds * 1e3:.1f} ms, replayed {predicted.replay_seconds * 1e3:.1f} ms, waiting for "
+            f"copies {predicted.exposed_seconds * 1e3:.1f} ms; {show_bytes(predicted.swapped_out_bytes)} out, "
+            f"{show_bytes(predicted.swapped_in_bytes)} back"
+        )
+        yield (
+            f"window {show_bytes(plan.settings.window_bytes)}, tail {show_bytes(plan.settings.tail_bytes)}, "
+            f"prefetch {show_bytes(plan.settings.prefetch_bytes)}"
+        )
+    parts = ", ".join(f"{name} {show_bytes(size)}" for name, size in predicted.peak_parts.items() if size)
+    yield f"the peak is made of: {parts}"
+    yield from _recipe_lines(plan)
+    for other in plan.what_if:
+        if other.peak_bytes is None or other.step_seconds is None:
+            yield f"with {show_bytes(other.budget_bytes)}: nothing fits"
+        else:
+            yield (
+                f"with {show_bytes(other.budget_bytes)}: peak {show_bytes(other.peak_bytes)}, "
+                f"step {other.step_seconds * 1e3:.1f} ms"
+            )
+    yield from plan.notes
+
+
+def _recipe_lines(plan: Plan) -> Iterator[str]:
+    groups: dict[int | None, list[BlockPlan]] = {}
+    for block in plan.blocks:
+        groups.setdefault(block.recipe, []).append(block)
+    for recipe_index, members in groups.items():
+        names = _span([block.name for block in members])
+        if recipe_index is None:
+            yield f"{names}: left alone; {members[0].reason}"
+            continue
+        yield f"{names}: {members[0].reason}"
+        for region in plan.recipes[recipe_index].regions:
+            kept = [
+                f"{op.fate.value} {op.module}::{op.name}#{op.occurrence}"
+                for op in region.ops
+                if op.fate is not Fate.RECOMPUTE
+            ]
+            yield f"  {region.module or 'whole block'}: input {region.input_fate.value}; {', '.join(kept) or 'nothing kept'}"
