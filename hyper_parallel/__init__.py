@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     )
     from hyper_parallel.core.activation_checkpoint.statistics import SwapStats
     from hyper_parallel.errors import HyperParallelError
+    from hyper_parallel.planner.rules import apply_rules, list_ops
     from hyper_parallel.platform.platform import get_platform
 
 _HOMES = {
@@ -31,10 +32,12 @@ _HOMES = {
     "SwapConfig": "hyper_parallel.config",
     "SwapManager": "hyper_parallel.core.activation_checkpoint",
     "SwapStats": "hyper_parallel.core.activation_checkpoint.statistics",
+    "apply_rules": "hyper_parallel.planner.rules",
     "checkpoint": "hyper_parallel.core.activation_checkpoint",
     "checkpoint_wrapper": "hyper_parallel.core.activation_checkpoint",
     "configure": "hyper_parallel.config",
     "get_platform": "hyper_parallel.platform.platform",
+    "list_ops": "hyper_parallel.planner.rules",
     "swap": "hyper_parallel.core.activation_checkpoint",
     "swap_tensor_wrapper": "hyper_parallel.core.activation_checkpoint",
     "swap_wrapper": "hyper_parallel.core.activation_checkpoint",
@@ -47,10 +50,12 @@ __all__ = [
     "SwapManager",
     "SwapStats",
     "__version__",
+    "apply_rules",
     "checkpoint",
     "checkpoint_wrapper",
     "configure",
     "get_platform",
+    "list_ops",
     "stats",
     "swap",
     "swap_tensor_wrapper",
