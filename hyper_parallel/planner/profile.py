@@ -224,7 +224,9 @@ class Block:
 
     name: str  # "model.layers.3"
     kind: int  # index into Profile.kinds
-    input_bytes: int  # device bytes of the tensors it is given, less those every block shares
+    input_bytes: (
+        int  # device bytes of the tensors it is given, less those somebody else holds anyway (the batch, rope tables)
+    )
 
     def __post_init__(self) -> None:
         _not_negative(self, "kind", "input_bytes")

@@ -1,0 +1,422 @@
+"""One block with given fates, written down as the moments that matter: work, bytes that come and go, values that leave.
+
+A tape is made once for each (kind, choice) and played many times; what depends on other blocks (the link, the window,
+the tail) is left to ``timeline``. Everything between two such moments is one ``RUN`` with its own inner peak.
+
+How long bytes live
+-------------------
+==============================  =====================================================================================
+left alone, kept by autograd    forward of its op ... backward of the earliest op that holds it
+local                           forward of its op ... its last reader
+saved in a region               forward of its op ... end of the region's backward (entries are not consumed)
+input of a region               forward of its maker ... end of the region's backward
+swapped                         a record: see ``timeline``; after its replay it lives on while autograd holds it
+recomputed                      its replay ... backward of the earliest op of the region that holds it
+==============================  =====================================================================================
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from hyper_parallel.planner.profile import BLOCK_INPUT, BlockKind, RegionSpan
+
+__all__ = ["KEEP", "PARTS", "Anatomy", "Choice", "Event", "Tape", "make_tape"]
+
+# The peak by what it is made of. The order is that of the vectors below.
+PARTS: Final = (
+    "base",
+    "left alone",
+    "saved",
+    "region inputs",
+    "swap buffers",
+    "working set",
+    "gradients",
+    "head and loss",
+)
+BASE, ALONE, SAVED, INPUTS, SWAP, WORK, GRADIENTS, HEAD = range(len(PARTS))
+
+# What a tape is made of.
+RUN, ADMIT, RELEASE, EXPECT, FETCH, FREE, END = range(7)
+
+FORWARD, REPLAY, BACKWARD = "forward", "replay", "backward"
+
+
+class Choice(NamedTuple):
+    """The fates of one block. One letter per op: ``r`` recompute, ``s`` save, ``w`` swap; one per region for its input."""
+
+    cut: int
+    inputs: str
+    fates: str
+
+
+KEEP: Final = Choice(-1, "", "")  # left alone
+
+
+class Event(NamedTuple):
+    """One moment. ``RUN`` uses all fields, the others ``record``."""
+
+    what: int
+    record: int = -1
+    seconds: float = 0.0
+    peak: int = 0  # highest bytes inside, above those at its start
+    net: int = 0  # bytes at its end, above those at its start
+    peak_parts: tuple[tuple[int, int], ...] = ()  # (part, bytes) at the peak, above those at its start
+    net_parts: tuple[tuple[int, int], ...] = ()
+    phase: str = FORWARD
+
+
+@dataclasses.dataclass(frozen=True)
+class Tape:
+    """A block, ready to be played."""
+
+    forward: tuple[Event, ...]
+    backward: tuple[Event, ...]
+    records: tuple[int, ...]  # bytes of each swapped value
+    wanted: tuple[int, ...]  # records in the order backward asks for them
+    compute_seconds: float
+    replay_seconds: float
+    region_ops: int
+    replayed_ops: int
+
+
+class Anatomy:
+    """What a kind's ops say about each other, worked out once."""
+
+    def __init__(self, kind: BlockKind) -> None:
+        self.kind = kind
+        count = len(kind.ops)
+        self.root: list[int] = []
+        for at, op in enumerate(kind.ops):
+            alias = op.alias
+            self.root.append(at if alias is None else alias if alias == BLOCK_INPUT else self.root[alias])
+        self.last_read = {at: at for at in range(BLOCK_INPUT, count)}
+        first_read: dict[int, int] = {}
+        for at, op in enumerate(kind.ops):
+            for value in self.roots(op.inputs):
+                self.last_read[value] = at
+                if op.alias is None:
+                    first_read.setdefault(value, at)
+        self.last_read[self.root[-1]] = count  # the block's output is read by what follows
+        self.kept_by = {
+            at: tuple(sorted(op.kept_by)) or (first_read.get(at, at),) if op.kept_bytes else ()
+            for at, op in enumerate(kind.ops)
+        }
+        self.kept_by[BLOCK_INPUT] = tuple(sorted(kind.input_kept_by))
+        self._share_out_backward(kind)
+
+    def roots(self, values: Iterable[int]) -> list[int]:
+        """The values behind views."""
+        return [value if value == BLOCK_INPUT else self.root[value] for value in values]
+
+    def _share_out_backward(self, kind: BlockKind) -> None:
+        own = [op.backward_seconds for op in kind.ops]
+        if not any(own):
+            own = [op.seconds for op in kind.ops]
+        total = sum(own)
+        scale = kind.backward_seconds / total if kind.backward_seconds and total else 1.0
+        if not any(op.backward_seconds for op in kind.ops) and not kind.backward_seconds:
+            scale = 0.0
+        self.backward_seconds = [seconds * scale for seconds in own]
+        self.knows_backward_bytes = any(op.backward_bytes for op in kind.ops)
+
+    def replay_stop(self, region: RegionSpan) -> int:
+        """The replay ends before this op: nothing later in the region is needed again."""
+        if region.replay_stop is not None:
+            return region.replay_stop
+        stop = region.first_op
+        for value, keepers in self.kept_by.items():
+            for keeper in keepers:
+                if region.first_op <= keeper < region.stop_op:
+                    stop = max(stop, keeper + 1 if keeper == value else keeper)
+        return stop
+
+
+class _Writer:
+    """Collects work and bytes into runs, and closes a run where something else happens."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.phase = FORWARD
+        self.seconds = 0.0
+        self.replay_seconds = 0.0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._run_seconds = 0.0
+        self._net = self._peak = 0
+        self._parts = [0] * len(PARTS)
+        self._peak_parts = tuple(self._parts)
+        self._is_empty = True
+
+    def bytes(self, part: int, nbytes: int) -> None:
+        if nbytes:
+            self._is_empty = False
+            self._parts[part] += nbytes
+            self._net += nbytes
+
+    def touch(self, extra: int = 0) -> None:
+        """Something runs here, with ``extra`` bytes of its own."""
+        if self._net + extra > self._peak:
+            self._peak = self._net + extra
+            parts = list(self._parts)
+            parts[WORK] += extra
+            self._peak_parts = tuple(parts)
+            self._is_empty = False
+
+    def work(self, seconds: float) -> None:
+        if seconds:
+            self._is_empty = False
+            self._run_seconds += seconds
+            if self.phase == REPLAY:
+                self.replay_seconds += seconds
+            else:
+                self.seconds += seconds
+
+    def close(self) -> None:
+        if not self._is_empty:
+            sparse = tuple((part, nbytes) for part, nbytes in enumerate(self._parts) if nbytes)
+            at_peak = tuple((part, nbytes) for part, nbytes in enumerate(self._peak_parts) if nbytes)
+            self.events.append(
+                Event(RUN, -1, self._run_seconds, self._peak, self._net, at_peak, sparse, self.phase),
+            )
+        self._begin()
+
+    def enter(self, phase: str) -> None:
+        if phase != self.phase:
+            self.close()
+            self.phase = phase
+
+    def emit(self, what: int, record: int = -1) -> None:
+        self.close()
+        self.events.append(Event(what, record, phase=self.phase))
+
+
+class _Block:
+    """A kind with a choice: where each value lives."""
+
+    def __init__(self, anatomy: Anatomy, choice: Choice, input_bytes: int, min_bytes: int) -> None:
+        self.anatomy = anatomy
+        self.kind = anatomy.kind
+        self.choice = choice
+        self.count = len(self.kind.ops)
+        self.regions = () if choice.cut < 0 else self.kind.cuts[choice.cut].regions
+        self.region_of: list[int | None] = [None] * self.count
+        for number, region in enumerate(self.regions):
+            self.region_of[region.first_op : region.stop_op] = [number] * (region.stop_op - region.first_op)
+        self.nbytes = {at: op.output_bytes for at, op in enumerate(self.kind.ops)} | {BLOCK_INPUT: input_bytes}
+        self.kept = {at: op.kept_bytes for at, op in enumerate(self.kind.ops)} | {BLOCK_INPUT: input_bytes}
+        self.alone_until: dict[int, int] = {}  # value -> the op whose backward lets go of it
+        self.inputs_of: list[list[int]] = [[] for _ in self.regions]  # saved ones, by the region that lets go of them
+        self.saved_of: list[list[int]] = [[] for _ in self.regions]
+        self.record_of: dict[int, int] = {}
+        self.records: list[int] = []
+        self.records_of: list[list[int]] = [[] for _ in self.regions]  # by the region that lets go of them
+        self.fetched_by: dict[int, int] = {}  # record -> the region whose replay asks for it first
+        self.admitted_at: dict[int, list[int]] = {}  # op -> values that become records before it runs
+        for value in range(BLOCK_INPUT, self.count):
+            if self.nbytes[value]:
+                self._place(value, min_bytes)
+
+    def _place(self, value: int, min_bytes: int) -> None:
+        keepers = [op for op in self.anatomy.kept_by[value] if self.region_of[op] is None]
+        takers = [number for number, region in enumerate(self.regions) if value in self.anatomy.roots(region.inputs)]
+        home = None if value == BLOCK_INPUT else self.region_of[value]
+        if keepers:
+            self.alone_until[value] = min(keepers[0], *(self.regions[number].first_op for number in takers), self.count)
+        elif takers:
+            if self.choice.inputs[takers[0]] == "w" and self.nbytes[value] >= min_bytes:
+                self._record(value, holder=takers[0], asker=takers[-1])
+                self.admitted_at.setdefault(self.regions[takers[0]].first_op, []).append(value)
+            else:
+                self.inputs_of[takers[0]].append(value)
+        elif home is not None:
+            fate = self.choice.fates[value]
+            if fate == "w" and self.nbytes[value] >= min_bytes:
+                self._record(value, holder=home, asker=home)
+            elif fate != "r":
+                self.saved_of[home].append(value)
+
+    def _record(self, value: int, *, holder: int, asker: int) -> None:
+        self.record_of[value] = number = len(self.records)
+        self.records.append(self.nbytes[value])
+        self.records_of[holder].append(number)
+        self.fetched_by[number] = asker
+
+
+def make_tape(anatomy: Anatomy, choice: Choice, *, input_bytes: int, min_bytes: int) -> Tape:
+    """Write down one block."""
+    block = _Block(anatomy, choice, input_bytes, min_bytes)
+    forward, backward = _Writer(), _Writer()
+    _write_forward(block, forward)
+    replayed_ops = _write_backward(block, backward)
+    wanted = [
+        record
+        for number in reversed(range(len(block.regions)))
+        for record in range(len(block.records))
+        if block.fetched_by[record] == number
+    ]
+    return Tape(
+        forward=tuple(forward.events),
+        backward=tuple(backward.events),
+        records=tuple(block.records),
+        wanted=tuple(wanted),
+        compute_seconds=forward.seconds + backward.seconds,
+        replay_seconds=backward.replay_seconds,
+        region_ops=sum(region.stop_op - region.first_op for region in block.regions),
+        replayed_ops=replayed_ops,
+    )
+
+
+def _write_forward(block: _Block, writer: _Writer) -> None:
+    saved = {value for values in block.saved_of for value in values}
+    held = {value for values in block.inputs_of for value in values}
+    local_bytes: dict[int, int] = {}
+    ends: dict[int, list[int]] = {}
+    taken = {value for values in block.admitted_at.values() for value in values}
+
+    def born(value: int) -> None:
+        nbytes = block.nbytes[value]
+        if not nbytes:
+            return
+        ends.setdefault(block.anatomy.last_read[value], []).append(value)
+        local = nbytes
+        if value in block.alone_until:
+            writer.bytes(ALONE, block.kept[value])
+            local -= block.kept[value]
+        elif value in saved or value in held:
+            writer.bytes(SAVED if value in saved else INPUTS, nbytes)
+            local = 0
+        writer.bytes(WORK, local)
+        local_bytes[value] = local
+
+    def admit(value: int, now: int) -> None:
+        writer.emit(ADMIT, block.record_of[value])
+        local_bytes[value] = 0
+        if block.anatomy.last_read[value] < now:
+            writer.emit(RELEASE, block.record_of[value])
+
+    born(BLOCK_INPUT)
+    writer.touch()
+    for at, op in enumerate(block.kind.ops):
+        for value in block.admitted_at.get(at, ()):
+            admit(value, at)
+        born(at)
+        writer.touch(op.workspace_bytes)
+        writer.work(op.seconds)
+        if at in block.record_of and at not in taken:
+            admit(at, at)
+        _die(block, writer, ends.pop(at, ()), local_bytes)
+    _die(block, writer, [value for values in ends.values() for value in values], local_bytes)
+    writer.close()
+
+
+def _die(block: _Block, writer: _Writer, values: Iterable[int], local_bytes: dict[int, int]) -> None:
+    for value in values:
+        record = block.record_of.get(value)
+        if record is not None and local_bytes[value] == 0:
+            writer.emit(RELEASE, record)
+        elif record is None:
+            writer.bytes(WORK, -local_bytes[value])
+
+
+def _write_backward(block: _Block, writer: _Writer) -> int:
+    """Returns how many ops are run again."""
+    writer.phase = BACKWARD
+    writer.bytes(GRADIENTS, block.kind.gradient_bytes)
+    frees: dict[int, list[int]] = {}
+    for value, until in block.alone_until.items():
+        frees.setdefault(until, []).append(value)
+    is_first = True
+    replayed = 0
+    at = block.count - 1
+    while at >= 0:
+        number = block.region_of[at]
+        if number is None:
+            _write_backward_of_op(block, writer, at, is_first=is_first)
+            at -= 1
+        else:
+            replayed += _write_region(block, writer, number)
+            at = block.regions[number].first_op - 1
+        is_first = number is not None
+        for until in [until for until in frees if until > at]:
+            writer.bytes(ALONE, -sum(block.kept[value] for value in frees.pop(until)))
+    writer.bytes(ALONE, -sum(block.kept[value] for values in frees.values() for value in values))
+    writer.close()
+    return replayed
+
+
+def _write_backward_of_op(block: _Block, writer: _Writer, at: int, *, is_first: bool) -> None:
+    """Where only the whole block's transient bytes are known, they stand at the start of each stretch."""
+    if block.anatomy.knows_backward_bytes:
+        writer.touch(block.kind.ops[at].backward_bytes)
+    else:
+        writer.touch(block.kind.backward_transient_bytes if is_first else 0)
+    writer.work(block.anatomy.backward_seconds[at])
+
+
+def _write_region(block: _Block, writer: _Writer, number: int) -> int:
+    anatomy, region = block.anatomy, block.regions[number]
+    own = range(region.first_op, region.stop_op)
+    kept_until = {
+        value: min(keepers) for value in own if (keepers := [op for op in anatomy.kept_by[value] if op in own])
+    }
+    writer.enter(REPLAY)
+    if any(value in block.record_of for value in own):
+        writer.emit(EXPECT)
+    for value, record in block.record_of.items():
+        if value not in own and block.fetched_by[record] == number:
+            writer.emit(FETCH, record)
+    replayed, working = _write_replay(block, writer, number, kept_until)
+    writer.enter(BACKWARD)
+    frees: dict[int, list[int]] = {}
+    for value, until in kept_until.items():
+        if value in working or value in block.record_of:
+            frees.setdefault(until, []).append(value)
+    for at in reversed(own):
+        _write_backward_of_op(block, writer, at, is_first=at == region.stop_op - 1)
+        for value in frees.get(at, ()):
+            if value in working:
+                writer.bytes(WORK, -working[value])
+            else:
+                writer.emit(FREE, block.record_of[value])
+    writer.bytes(SAVED, -sum(block.nbytes[value] for value in block.saved_of[number]))
+    writer.bytes(INPUTS, -sum(block.nbytes[value] for value in block.inputs_of[number]))
+    for record in block.records_of[number]:
+        writer.emit(END, record)
+    return replayed
+
+
+def _write_replay(
+    block: _Block, writer: _Writer, number: int, kept_until: dict[int, int]
+) -> tuple[int, dict[int, int]]:
+    """Runs again what was not filed; returns how many ops that were, and the bytes that stay for backward."""
+    anatomy, region = block.anatomy, block.regions[number]
+    own = range(region.first_op, region.stop_op)
+    stop = anatomy.replay_stop(region)
+    saved = set(block.saved_of[number])
+    ends: dict[int, int] = {}  # op -> local bytes that go after it
+    working: dict[int, int] = {}
+    replayed = 0
+    for at in range(region.first_op, stop):
+        op = block.kind.ops[at]
+        if at in block.record_of and block.fetched_by[block.record_of[at]] == number:
+            writer.emit(FETCH, block.record_of[at])
+        elif at not in saved:
+            replayed += 1
+            stays = block.kept[at] if at in kept_until else 0
+            writer.bytes(WORK, op.output_bytes)
+            if stays:
+                working[at] = stays
+            last = min(max(anatomy.last_read[at], at), stop - 1)
+            ends[last] = ends.get(last, 0) + op.output_bytes - stays
+            writer.touch(op.workspace_bytes)
+            writer.work(op.seconds)
+        writer.bytes(WORK, -ends.pop(at, 0))
+    writer.touch()
+    for value, record in block.record_of.items():
+        if value in own and block.fetched_by[record] == number and value not in kept_until:
+            writer.emit(FREE, record)
+    return replayed, working

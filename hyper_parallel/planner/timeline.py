@@ -1,0 +1,410 @@
+"""One step, played: compute, the link out, the link back, and every byte on the device.
+
+It mirrors the engine. Memory follows the order in which the host issues work, because that is how a stream-ordered
+allocator counts it; time follows the device. So a copy that is done frees nothing by itself: bytes go when the window
+forces the oldest copy out, and then compute waits for that copy.
+
+Rules
+-----
+1. A swapped value joins the tail when it is packed. It is copied once more than ``tail_bytes`` stand in the tail; the copy
+   may start as soon as the value existed.
+2. Past ``window_bytes`` in flight, compute waits for the oldest copy and its bytes go (unless a local reader still holds
+   them).
+3. The first value that backward asks for makes the forecast: what is far, or on its way, in the order of want. Whenever a
+   value is asked for, loads are started until ``prefetch_bytes`` are ahead. A load starts when compute gets there.
+4. What was still on its way out when it is wanted again is not loaded; what is in the tail never left.
+5. Over the host's cap a value goes to disk, over the disk's cap it stays on the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Sequence
+from typing import Final
+
+from hyper_parallel.planner.plan import Corrections
+from hyper_parallel.planner.profile import EngineSettings, Link, Profile, Segment
+from hyper_parallel.planner.tape import (
+    ADMIT,
+    BASE,
+    END,
+    EXPECT,
+    FETCH,
+    FREE,
+    GRADIENTS,
+    HEAD,
+    PARTS,
+    RELEASE,
+    RUN,
+    SWAP,
+    WORK,
+    Anatomy,
+    Choice,
+    Event,
+    Tape,
+    make_tape,
+)
+
+__all__ = ["Simulator", "Timeline"]
+
+# Where a record's bytes are.
+TAIL, LEAVING, FAR, COMING, CANCELLED, STUCK, GONE = range(7)
+
+_ON_DEVICE: Final = frozenset({TAIL, LEAVING, COMING, CANCELLED, STUCK})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """What one step came to."""
+
+    peak_bytes: int
+    peak_where: str
+    peak_parts: tuple[int, ...]  # by tape.PARTS
+    step_seconds: float
+    compute_seconds: float
+    replay_seconds: float
+    exposed_seconds: float
+    host_seconds: float
+    out_bytes: int
+    in_bytes: int
+    host_bytes: int
+    disk_bytes: int
+
+    def named_parts(self) -> dict[str, int]:
+        """The peak by what it is made of."""
+        return {name: nbytes for name, nbytes in zip(PARTS, self.peak_parts) if nbytes}
+
+
+class _Record:
+    """A swapped value while a step is played."""
+
+    __slots__ = ("far", "in_end", "is_read_locally", "is_wanted", "nbytes", "out_end", "ready", "state")
+
+    def __init__(self, nbytes: int, ready: float) -> None:
+        self.nbytes = nbytes
+        self.state = TAIL
+        self.ready = ready
+        self.out_end = 0.0
+        self.in_end = 0.0
+        self.is_read_locally = True
+        self.is_wanted = False
+        self.far: _Lane | None = None
+
+
+class _Lane:
+    """One far memory: two directions and a cap."""
+
+    __slots__ = ("cap", "in_free", "link", "out_free", "used")
+
+    def __init__(self, link: Link, cap: int) -> None:
+        self.link = link
+        self.cap = cap
+        self.used = 0
+        self.out_free = 0.0
+        self.in_free = 0.0
+
+
+class Simulator:
+    """Plays steps of one profile; tapes are kept between plays."""
+
+    def __init__(self, profile: Profile, corrections: Corrections | None = None) -> None:
+        self.profile = profile
+        self.corrections = corrections or Corrections()
+        self.anatomies = [Anatomy(kind) for kind in profile.kinds]
+        self.plays = 0
+        self._tapes: dict[tuple[int, Choice, int], Tape] = {}
+
+    def tape(self, block: int, choice: Choice) -> Tape:
+        """The tape of block number ``block`` with ``choice``."""
+        row = self.profile.blocks[block]
+        key = row.kind, choice, row.input_bytes
+        tape = self._tapes.get(key)
+        if tape is None:
+            min_bytes = self.profile.engine.min_bytes
+            tape = make_tape(self.anatomies[row.kind], choice, input_bytes=row.input_bytes, min_bytes=min_bytes)
+            self._tapes[key] = tape
+        return tape
+
+    def play(self, choices: Sequence[Choice], settings: EngineSettings) -> Timeline:
+        """One step with one choice per block."""
+        self.plays += 1
+        return _Play(self, [self.tape(block, choice) for block, choice in enumerate(choices)], settings).run()
+
+
+class _Play:
+    """The clock, the bytes and the records of one step."""
+
+    def __init__(self, simulator: Simulator, tapes: list[Tape], settings: EngineSettings) -> None:
+        profile = simulator.profile
+        self.profile = profile
+        self.corrections = simulator.corrections
+        self.scale = simulator.corrections.time_scale
+        self.tapes = tapes
+        self.settings = settings
+        self.now = 0.0
+        self.parts = [0] * len(PARTS)
+        self.parts[BASE] = profile.base.total
+        self.live = profile.base.total
+        self.peak = 0
+        self.peak_where: tuple[str, int] = ("forward", -1)
+        self.peak_parts = tuple(self.parts)
+        self.records: list[list[_Record]] = []
+        self.tail: deque[_Record] = deque()
+        self.tail_bytes = 0
+        self.leaving: deque[_Record] = deque()
+        self.leaving_bytes = 0
+        self.lanes = [_Lane(profile.link, profile.far.host_bytes)]
+        if profile.far.disk_link is not None:
+            self.lanes.append(_Lane(profile.far.disk_link, profile.far.disk_bytes))
+        self.forecast: list[_Record] | None = None
+        self.next_load = 0
+        self.ahead = 0
+        self.out_bytes = self.in_bytes = self.moved_values = 0
+
+    # ------------------------------------------------------------------ bytes
+
+    def _move(self, part: int, nbytes: int) -> None:
+        self.parts[part] += nbytes
+        self.live += nbytes
+
+    def _look(self, phase: str, block: int, extra: int = 0, extra_part: int = WORK) -> None:
+        if self.live + extra > self.peak:
+            self.peak = self.live + extra
+            parts = list(self.parts)
+            parts[extra_part] += extra
+            self.peak_parts = tuple(parts)
+            self.peak_where = (phase, block)
+
+    # ------------------------------------------------------------------ the step
+
+    def run(self) -> Timeline:
+        """Forward, backward, and the sum."""
+        prologue, epilogue = self.profile.prologue, self.profile.epilogue
+        last = len(self.tapes)
+        self._segment_forward(prologue, -1)
+        for block, tape in enumerate(self.tapes):
+            self.records.append([])
+            self._forward(block, tape)
+        self._segment_forward(epilogue, last)
+        self._segment_backward(epilogue, last)
+        for block in reversed(range(last)):
+            self._backward(block, self.tapes[block])
+        self._segment_backward(prologue, -1)
+        return self._timeline()
+
+    def _segment_forward(self, segment: Segment, block: int) -> None:
+        transient = segment.forward_transient_bytes
+        self._look("forward", block, max(transient, segment.kept_bytes), HEAD)
+        self._move(HEAD, segment.kept_bytes)
+        self.now += segment.forward_seconds * self.scale
+
+    def _segment_backward(self, segment: Segment, block: int) -> None:
+        self._move(GRADIENTS, segment.gradient_bytes)
+        self._look("backward", block, segment.backward_transient_bytes, HEAD)
+        self._move(HEAD, -segment.kept_bytes)
+        self.now += segment.backward_seconds * self.scale
+
+    def _forward(self, block: int, tape: Tape) -> None:
+        records = self.records[block]
+        parts = self.parts
+        scale = self.scale
+        for event in tape.forward:
+            what = event.what
+            if what == RUN:
+                self._run(event, block, parts, scale)
+            elif what == ADMIT:
+                self._admit(tape.records[event.record], records)
+            else:
+                assert what == RELEASE, "nothing else happens in forward"
+                self._release(records[event.record])
+
+    def _run(self, event: Event, block: int, parts: list[int], scale: float) -> None:
+        _, _, seconds, peak, net, peak_parts, net_parts, phase = event
+        if self.live + peak > self.peak:
+            self.peak = self.live + peak
+            at_peak = list(parts)
+            for part, nbytes in peak_parts:
+                at_peak[part] += nbytes
+            self.peak_parts = tuple(at_peak)
+            self.peak_where = (phase, block)
+        for part, nbytes in net_parts:
+            parts[part] += nbytes
+        self.live += net
+        self.now += seconds * scale
+
+    def _admit(self, nbytes: int, records: list[_Record]) -> None:
+        """Rule 1."""
+        record = _Record(nbytes, self.now)
+        records.append(record)
+        self.parts[WORK] -= nbytes
+        self.parts[SWAP] += nbytes
+        self.tail.append(record)
+        self.tail_bytes += nbytes
+        while self.tail_bytes > self.settings.tail_bytes:
+            oldest = self.tail.popleft()
+            self.tail_bytes -= oldest.nbytes
+            self._launch(oldest)
+        while self.leaving_bytes > self.settings.window_bytes:
+            self._drop_oldest()
+
+    def _launch(self, record: _Record) -> None:
+        """Rule 5, and the copy out."""
+        for lane in self.lanes:
+            if lane.used + record.nbytes <= lane.cap:
+                break
+        else:
+            record.state = STUCK
+            return
+        lane.used += record.nbytes
+        link = lane.link
+        start = max(lane.out_free, record.ready)
+        lane.out_free = record.out_end = start + link.copy_seconds + record.nbytes / link.out_bytes_per_second
+        record.far = lane
+        record.state = LEAVING
+        self.out_bytes += record.nbytes
+        self.moved_values += 1
+        self.leaving.append(record)
+        self.leaving_bytes += record.nbytes
+
+    def _drop_oldest(self) -> None:
+        """Rule 2."""
+        record = self.leaving.popleft()
+        self.leaving_bytes -= record.nbytes
+        self.now = max(self.now, record.out_end)
+        record.state = FAR
+        if not record.is_read_locally:
+            self._move(SWAP, -record.nbytes)
+
+    def _release(self, record: _Record) -> None:
+        record.is_read_locally = False
+        if record.state == FAR:
+            self._move(SWAP, -record.nbytes)
+
+    def _backward(self, block: int, tape: Tape) -> None:
+        records = self.records[block]
+        parts = self.parts
+        scale = self.scale
+        for event in tape.backward:
+            what = event.what
+            if what == RUN:
+                self._run(event, block, parts, scale)
+            elif what == FETCH:
+                self._fetch(records[event.record])
+                self._look(event.phase, block)
+            elif what == FREE:
+                self._let_go(records[event.record])
+            elif what == END:
+                self._end(records[event.record])
+            else:
+                assert what == EXPECT, "nothing else happens in backward"
+                self._prefetch()
+                self._look(event.phase, block)
+
+    def _fetch(self, record: _Record) -> None:
+        """Rule 3: the value itself first, then what comes next."""
+        if self.forecast is None:
+            self._make_forecast()
+        record.is_wanted = True
+        if record.state == LEAVING:
+            record.state = CANCELLED
+        elif record.state == FAR:
+            self._load(record)
+            self.now = max(self.now, record.in_end)
+        elif record.state == COMING:
+            self.ahead -= record.nbytes
+            self.now = max(self.now, record.in_end)
+        elif record.state == CANCELLED:
+            self.ahead -= record.nbytes
+        self._prefetch()
+
+    def _make_forecast(self) -> None:
+        self.forecast = [
+            self.records[block][record]
+            for block in reversed(range(len(self.tapes)))
+            for record in self.tapes[block].wanted
+            if self.records[block][record].state in (LEAVING, FAR)
+        ]
+
+    def _prefetch(self) -> None:
+        if self.forecast is None:
+            self._make_forecast()
+        assert self.forecast is not None, "just made"
+        while self.next_load < len(self.forecast):
+            record = self.forecast[self.next_load]
+            if not record.is_wanted:
+                if self.ahead >= self.settings.prefetch_bytes:
+                    return
+                if record.state == LEAVING:  # rule 4
+                    record.state = CANCELLED
+                    self.ahead += record.nbytes
+                elif record.state == FAR:
+                    self._load(record)
+                    self.ahead += record.nbytes
+            self.next_load += 1
+
+    def _load(self, record: _Record) -> None:
+        lane = record.far
+        assert lane is not None, "a far record has a lane"
+        link = lane.link
+        start = max(lane.in_free, self.now, record.out_end)
+        lane.in_free = record.in_end = start + link.copy_seconds + record.nbytes / link.in_bytes_per_second
+        record.state = COMING
+        self.in_bytes += record.nbytes
+        self._move(SWAP, record.nbytes)
+
+    def _let_go(self, record: _Record) -> None:
+        """After a replay our reference goes, where a far copy exists."""
+        if record.state in (COMING, CANCELLED):
+            self.now = max(self.now, record.out_end)
+            self._move(SWAP, -record.nbytes)
+            record.state = GONE
+
+    def _end(self, record: _Record) -> None:
+        if record.state in _ON_DEVICE:
+            if record.far is not None:
+                self.now = max(self.now, record.out_end)
+            self._move(SWAP, -record.nbytes)
+        record.state = GONE
+
+    # ------------------------------------------------------------------ the sum
+
+    def _timeline(self) -> Timeline:
+        assert self.live == self.profile.base.total + self.parts[GRADIENTS], "every byte of the step is returned"
+        profile, host = self.profile, self.profile.host
+        segments = (profile.prologue, profile.epilogue)
+        compute = sum(tape.compute_seconds for tape in self.tapes)
+        compute += sum(segment.forward_seconds + segment.backward_seconds for segment in segments)
+        compute *= self.scale
+        replay = sum(tape.replay_seconds for tape in self.tapes) * self.scale
+        exposed = max(0.0, self.now - compute - replay) * self.corrections.stall_cost
+        issuing = (
+            host.step_seconds
+            + host.region_op_seconds * sum(tape.region_ops for tape in self.tapes)
+            + host.replayed_op_seconds * sum(tape.replayed_ops for tape in self.tapes)
+            + host.swap_seconds * self.moved_values
+        )
+        parts = list(self.peak_parts)
+        parts[BASE] += self.corrections.peak_bytes
+        return Timeline(
+            peak_bytes=self.peak + self.corrections.peak_bytes,
+            peak_where=self._where(),
+            peak_parts=tuple(parts),
+            step_seconds=max(compute + replay + exposed, issuing),
+            compute_seconds=compute,
+            replay_seconds=replay,
+            exposed_seconds=exposed,
+            host_seconds=issuing,
+            out_bytes=self.out_bytes,
+            in_bytes=self.in_bytes,
+            host_bytes=self.lanes[0].used,
+            disk_bytes=self.lanes[1].used if len(self.lanes) > 1 else 0,
+        )
+
+    def _where(self) -> str:
+        phase, block = self.peak_where
+        if block < 0:
+            return f"{phase} of the prologue"
+        if block == len(self.tapes):
+            return f"{phase} of the head and loss"
+        return f"{phase} of {self.profile.blocks[block].name}"
