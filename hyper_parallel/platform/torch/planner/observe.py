@@ -66,8 +66,7 @@ class Observation:
     input_kept_by: set[int] = dataclasses.field(default_factory=set)
     first_sequence: int = 0
     last_sequence: int = 0
-    active_before: int = 0
-    active_after: int = 0
+    module_calls: dict[str, int] = dataclasses.field(default_factory=dict)  # inside the block, by path
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -113,14 +112,17 @@ class Observer(TorchDispatchMode):
             self.seen.input_storages[storage._cdata] = storage.nbytes()
             self._producers[storage._cdata] = BLOCK_INPUT
         self.seen.first_sequence = next_sequence()
-        if self._memory is not None:
-            self.seen.active_before = self._memory.active_bytes()
+        called = Counter(self._paths.calls)
         hooks = saved_tensors_hooks(self._pack, _unpack) if sees_saved else contextlib.nullcontext()
         with hooks, self:
             yield
         self.seen.last_sequence = next_sequence()
-        if self._memory is not None:
-            self.seen.active_after = self._memory.active_bytes()
+        inside = f"{self.seen.block}."
+        self.seen.module_calls = {
+            path.removeprefix(inside): count
+            for path, count in (self._paths.calls - called).items()
+            if path.startswith(inside)
+        }
         for index in self._changed:
             op = self.seen.ops[index]
             if op.is_keepable:

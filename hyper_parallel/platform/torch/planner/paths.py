@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,6 +19,7 @@ class Paths:
 
     def __init__(self) -> None:
         self._local = threading.local()
+        self.calls: Counter[str] = Counter()
         self._handles: list[Any] = []  # torch.utils.hooks.RemovableHandle
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -55,6 +57,7 @@ class _Enter:
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         self._paths.stack.append(self._path)
+        self._paths.calls[self._path] += 1
 
 
 class _Leave:

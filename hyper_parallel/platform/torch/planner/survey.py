@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.errors import PlanError
 from hyper_parallel.planner.rules import INPUT, OpRow, OpTable
 from hyper_parallel.platform.torch.activation_checkpoint.checkpointing import checkpoint
 from hyper_parallel.platform.torch.activation_checkpoint.graph import is_in_backward
 from hyper_parallel.platform.torch.planner.blocks import BlockRef, device_of, find_blocks, require_module
-from hyper_parallel.platform.torch.planner.observe import Observation, Observer, plain_tensors
+from hyper_parallel.platform.torch.planner.observe import Observation, Observer
 from hyper_parallel.platform.torch.planner.paths import Paths
 from hyper_parallel.platform.torch.planner.regions import Replacements
 from hyper_parallel.platform.torch.planner.trial import no_trace
@@ -97,7 +98,7 @@ class _SurveyedBlock:
 
 def note_backward(output: Any, callback: Callable[[Any], None]) -> None:
     """Call back when the first gradient of a block's output is there: its backward begins."""
-    tensors = [tensor for tensor in plain_tensors(output) if tensor.requires_grad and tensor.grad_fn is not None]
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
     if tensors:
         torch.autograd.graph.register_multi_grad_hook(tensors, callback, mode="any")
 

@@ -1,0 +1,67 @@
+"""What a step really takes, as the model is now: peak of active bytes, time, and what the engine had to wait for."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from hyper_parallel.core.activation_checkpoint.swap import SwapManager
+from hyper_parallel.platform.torch.planner.blocks import device_of, require_module
+from hyper_parallel.platform.torch.planner.meters import meter_for
+from hyper_parallel.platform.torch.planner.survey import require_step
+from hyper_parallel.platform.torch.planner.trial import no_trace
+
+__all__ = ["StepMeasure", "measure_step"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepMeasure:
+    """A few steps, measured. Bytes and seconds are per step."""
+
+    peak_bytes: int
+    step_seconds: float
+    reserved_bytes: int
+    swapped_out_bytes: int
+    exposed_copy_seconds: float
+    late_loads: int
+    misses: int
+
+
+def measure_step(model: Any, step: Callable[[], Any], *, steps: int = 3, warmup: int = 2) -> StepMeasure:
+    """Run the step a few times and leave no trace.
+
+    The first steps pin far memory, make gradients and learn the link; they are not measured. Gradients stay between
+    steps, as in a run that accumulates: the larger of two cases.
+    """
+    who = "measure_step"
+    require_module(model, who)
+    require_step(step, who)
+    device = device_of(model, who)
+    meter = meter_for(device, who=who)
+    with no_trace(model, device, who=who):
+        for _ in range(warmup):
+            step()
+        gc.collect()
+        meter.wait()
+        meter.reset_peak()
+        before = SwapManager().stats()
+        times = []
+        for _ in range(steps):
+            start = meter.mark()
+            step()
+            times.append((start, meter.mark()))
+        meter.wait()
+        peak, reserved = meter.peak_bytes(), meter.reserved_bytes()
+        after = SwapManager().stats()
+    return StepMeasure(
+        peak_bytes=peak,
+        step_seconds=statistics.median(meter.seconds(start, end) for start, end in times),
+        reserved_bytes=reserved,
+        swapped_out_bytes=(after.swapped_out_bytes - before.swapped_out_bytes) // steps,
+        exposed_copy_seconds=(after.exposed_copy_us - before.exposed_copy_us) / 1e6 / steps,
+        late_loads=after.late_loads - before.late_loads,
+        misses=after.misses - before.misses,
+    )
