@@ -60,7 +60,7 @@ class Timeline:
 
     peak_bytes: int
     peak_where: str
-    peak_parts: tuple[int, ...]  # by tape.PARTS
+    peak_parts: tuple[int, ...]  # by tape.PARTS; empty unless explained
     step_seconds: float
     compute_seconds: float
     replay_seconds: float
@@ -127,9 +127,15 @@ class Simulator:
         return tape
 
     def play(self, choices: Sequence[Choice], settings: EngineSettings) -> Timeline:
-        """One step with one choice per block."""
+        """One step with one choice per block. What the peak is made of is left out: see :meth:`explain`."""
         self.plays += 1
-        return _Play(self, [self.tape(block, choice) for block, choice in enumerate(choices)], settings).run()
+        tapes = [self.tape(block, choice) for block, choice in enumerate(choices)]
+        return _Play(self, tapes, settings).run()
+
+    def explain(self, choices: Sequence[Choice], settings: EngineSettings) -> Timeline:
+        """The same step, with the peak by its parts."""
+        tapes = [self.tape(block, choice) for block, choice in enumerate(choices)]
+        return _Explained(self, tapes, settings).run()
 
 
 class _Play:
@@ -143,12 +149,10 @@ class _Play:
         self.tapes = tapes
         self.settings = settings
         self.now = 0.0
-        self.parts = [0] * len(PARTS)
-        self.parts[BASE] = profile.base.total
         self.live = profile.base.total
         self.peak = 0
         self.peak_where: tuple[str, int] = ("forward", -1)
-        self.peak_parts = tuple(self.parts)
+        self.gradients = 0
         self.records: list[list[_Record]] = []
         self.tail: deque[_Record] = deque()
         self.tail_bytes = 0
@@ -162,19 +166,26 @@ class _Play:
         self.ahead = 0
         self.out_bytes = self.in_bytes = self.moved_values = 0
 
-    # ------------------------------------------------------------------ bytes
-
     def _move(self, part: int, nbytes: int) -> None:
-        self.parts[part] += nbytes
         self.live += nbytes
 
-    def _look(self, phase: str, block: int, extra: int = 0, extra_part: int = WORK) -> None:
+    def _look(self, phase: str, block: int, extra: int = 0, part: int = WORK) -> None:
+        """A moment that may be the peak, with ``extra`` bytes of ``part``."""
         if self.live + extra > self.peak:
             self.peak = self.live + extra
-            parts = list(self.parts)
-            parts[extra_part] += extra
-            self.peak_parts = tuple(parts)
             self.peak_where = (phase, block)
+
+    def _run(self, event: Event, block: int) -> None:
+        """Work, and bytes that come and go with it."""
+        _, _, seconds, peak, net, _, _, phase = event
+        if self.live + peak > self.peak:
+            self.peak = self.live + peak
+            self.peak_where = (phase, block)
+        self.live += net
+        self.now += seconds * self.scale
+
+    def _change(self, source: int, target: int, nbytes: int) -> None:
+        """Bytes that stay where they are are counted under another name."""
 
     # ------------------------------------------------------------------ the step
 
@@ -201,44 +212,29 @@ class _Play:
 
     def _segment_backward(self, segment: Segment, block: int) -> None:
         self._move(GRADIENTS, segment.gradient_bytes)
+        self.gradients += segment.gradient_bytes
         self._look("backward", block, segment.backward_transient_bytes, HEAD)
         self._move(HEAD, -segment.kept_bytes)
         self.now += segment.backward_seconds * self.scale
 
     def _forward(self, block: int, tape: Tape) -> None:
         records = self.records[block]
-        parts = self.parts
-        scale = self.scale
+        run, sizes = self._run, tape.records
         for event in tape.forward:
-            what = event.what
+            what = event[0]
             if what == RUN:
-                self._run(event, block, parts, scale)
+                run(event, block)
             elif what == ADMIT:
-                self._admit(tape.records[event.record], records)
+                self._admit(sizes[event[1]], records)
             else:
                 assert what == RELEASE, "nothing else happens in forward"
-                self._release(records[event.record])
-
-    def _run(self, event: Event, block: int, parts: list[int], scale: float) -> None:
-        _, _, seconds, peak, net, peak_parts, net_parts, phase = event
-        if self.live + peak > self.peak:
-            self.peak = self.live + peak
-            at_peak = list(parts)
-            for part, nbytes in peak_parts:
-                at_peak[part] += nbytes
-            self.peak_parts = tuple(at_peak)
-            self.peak_where = (phase, block)
-        for part, nbytes in net_parts:
-            parts[part] += nbytes
-        self.live += net
-        self.now += seconds * scale
+                self._release(records[event[1]])
 
     def _admit(self, nbytes: int, records: list[_Record]) -> None:
         """Rule 1."""
         record = _Record(nbytes, self.now)
         records.append(record)
-        self.parts[WORK] -= nbytes
-        self.parts[SWAP] += nbytes
+        self._change(WORK, SWAP, nbytes)
         self.tail.append(record)
         self.tail_bytes += nbytes
         while self.tail_bytes > self.settings.tail_bytes:
@@ -283,19 +279,19 @@ class _Play:
 
     def _backward(self, block: int, tape: Tape) -> None:
         records = self.records[block]
-        parts = self.parts
-        scale = self.scale
+        run = self._run
+        self.gradients += self.profile.kind_of(block).gradient_bytes
         for event in tape.backward:
-            what = event.what
+            what = event[0]
             if what == RUN:
-                self._run(event, block, parts, scale)
+                run(event, block)
             elif what == FETCH:
-                self._fetch(records[event.record])
+                self._fetch(records[event[1]])
                 self._look(event.phase, block)
             elif what == FREE:
-                self._let_go(records[event.record])
+                self._let_go(records[event[1]])
             elif what == END:
-                self._end(records[event.record])
+                self._end(records[event[1]])
             else:
                 assert what == EXPECT, "nothing else happens in backward"
                 self._prefetch()
@@ -370,7 +366,7 @@ class _Play:
     # ------------------------------------------------------------------ the sum
 
     def _timeline(self) -> Timeline:
-        assert self.live == self.profile.base.total + self.parts[GRADIENTS], "every byte of the step is returned"
+        assert self.live == self.profile.base.total + self.gradients, "every byte of the step is returned"
         profile, host = self.profile, self.profile.host
         segments = (profile.prologue, profile.epilogue)
         compute = sum(tape.compute_seconds for tape in self.tapes)
@@ -384,12 +380,10 @@ class _Play:
             + host.replayed_op_seconds * sum(tape.replayed_ops for tape in self.tapes)
             + host.swap_seconds * self.moved_values
         )
-        parts = list(self.peak_parts)
-        parts[BASE] += self.corrections.peak_bytes
         return Timeline(
             peak_bytes=self.peak + self.corrections.peak_bytes,
             peak_where=self._where(),
-            peak_parts=tuple(parts),
+            peak_parts=self._parts_at_peak(),
             step_seconds=max(compute + replay + exposed, issuing),
             compute_seconds=compute,
             replay_seconds=replay,
@@ -401,6 +395,9 @@ class _Play:
             disk_bytes=self.lanes[1].used if len(self.lanes) > 1 else 0,
         )
 
+    def _parts_at_peak(self) -> tuple[int, ...]:
+        return ()
+
     def _where(self) -> str:
         phase, block = self.peak_where
         if block < 0:
@@ -408,3 +405,42 @@ class _Play:
         if block == len(self.tapes):
             return f"{phase} of the head and loss"
         return f"{phase} of {self.profile.blocks[block].name}"
+
+
+class _Explained(_Play):
+    """The same, keeping account of what every byte is for."""
+
+    def __init__(self, simulator: Simulator, tapes: list[Tape], settings: EngineSettings) -> None:
+        super().__init__(simulator, tapes, settings)
+        self.parts = [0] * len(PARTS)
+        self.parts[BASE] = simulator.profile.base.total
+        self.peak_parts = list(self.parts)
+
+    def _move(self, part: int, nbytes: int) -> None:
+        super()._move(part, nbytes)
+        self.parts[part] += nbytes
+
+    def _change(self, source: int, target: int, nbytes: int) -> None:
+        self.parts[source] -= nbytes
+        self.parts[target] += nbytes
+
+    def _look(self, phase: str, block: int, extra: int = 0, part: int = WORK) -> None:
+        if self.live + extra > self.peak:
+            self.peak_parts = list(self.parts)
+            self.peak_parts[part] += extra
+        super()._look(phase, block, extra, part)
+
+    def _run(self, event: Event, block: int) -> None:
+        if self.live + event.peak > self.peak:
+            self.peak_parts = list(self.parts)
+            for part, nbytes in event.peak_parts:
+                self.peak_parts[part] += nbytes
+        for part, nbytes in event.net_parts:
+            self.parts[part] += nbytes
+        super()._run(event, block)
+
+    def _parts_at_peak(self) -> tuple[int, ...]:
+        parts = list(self.peak_parts)
+        parts[BASE] += self.corrections.peak_bytes
+        assert sum(parts) == self.peak + self.corrections.peak_bytes, "the parts make up the peak"
+        return tuple(parts)

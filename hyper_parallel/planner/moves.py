@@ -1,0 +1,220 @@
+"""The neighbourhood of a set of fates: what may be changed in one step of the search.
+
+Blocks of one kind are a row, and each slot (an op that may be kept, a region's input) is a row of letters over them.
+Good plans are made of few runs: early blocks swap, middle ones recompute, late ones save, the last are left alone. So a
+move shifts the border of a run, turns a run, or starts a new one at an end; in short rows any single block may change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+from hyper_parallel.planner.profile import EngineSettings
+from hyper_parallel.planner.tape import KEEP, Anatomy, Choice
+
+__all__ = ["Move", "Slot", "Solution", "Space"]
+
+SHORT_ROW: Final = 6  # blocks of a kind up to which every single block is tried
+_FACTORS: Final = (0.5, 0.75, 1.5, 2.0)
+
+
+class Slot(NamedTuple):
+    """Something of a kind that has a fate: op number ``at``, or the input of region number ``at``, under one cut."""
+
+    kind: int
+    cut: int
+    is_input: bool
+    at: int
+    nbytes: int
+    seconds: float  # to make it again
+
+    @property
+    def density(self) -> float:
+        """Seconds of recomputation that one byte saves."""
+        return self.seconds / self.nbytes
+
+
+class Solution(NamedTuple):
+    """One choice per block, and the engine's settings."""
+
+    choices: tuple[Choice, ...]
+    settings: EngineSettings
+
+
+Move = Callable[[Solution], Solution]
+
+
+def fate_of(choice: Choice, slot: Slot) -> str:
+    """The letter of a slot; empty where the block is left alone or cut otherwise."""
+    if choice.cut != slot.cut:
+        return ""
+    return (choice.inputs if slot.is_input else choice.fates)[slot.at]
+
+
+def with_fate(choice: Choice, slot: Slot, fate: str) -> Choice:
+    """The same choice with one letter changed."""
+    if choice.cut != slot.cut:
+        return choice
+    letters = choice.inputs if slot.is_input else choice.fates
+    letters = letters[: slot.at] + fate + letters[slot.at + 1 :]
+    return Choice(choice.cut, letters, choice.fates) if slot.is_input else Choice(choice.cut, choice.inputs, letters)
+
+
+class Space:
+    """The kinds of a profile, seen as rows and slots."""
+
+    def __init__(
+        self, anatomies: Sequence[Anatomy], kinds: Sequence[int], input_bytes: Sequence[int], min_bytes: int
+    ) -> None:
+        self.anatomies = anatomies
+        self.min_bytes = min_bytes
+        self.rows = {kind: [at for at, other in enumerate(kinds) if other == kind] for kind in sorted(set(kinds))}
+        self.slots = {
+            (kind, cut): self._slots(kind, cut, max(input_bytes[at] for at in row))
+            for kind, row in self.rows.items()
+            for cut in range(len(anatomies[kind].kind.cuts))
+        }
+        self.largest = max((slot.nbytes for slots in self.slots.values() for slot in slots), default=0)
+
+    def _slots(self, kind: int, cut: int, input_bytes: int) -> list[Slot]:
+        anatomy = self.anatomies[kind]
+        ops = anatomy.kind.ops
+        regions = anatomy.kind.cuts[cut].regions
+        taken = {value for region in regions for value in anatomy.roots(region.inputs)}
+        found = []
+        for number, region in enumerate(regions):
+            held = sum(input_bytes if value < 0 else ops[value].output_bytes for value in anatomy.roots(region.inputs))
+            if held >= max(1, self.min_bytes):
+                found.append(Slot(kind, cut, True, number, held, 0.0))
+            for at in range(region.first_op, anatomy.replay_stop(region)):
+                op = ops[at]
+                if op.is_keepable and op.output_bytes and op.seconds and at not in taken:
+                    found.append(Slot(kind, cut, False, at, op.output_bytes, op.seconds))
+        return found
+
+    def may_be(self, slot: Slot) -> str:
+        """The fates of a slot."""
+        fates = "s" if slot.is_input else "rs"
+        return fates + "w" if slot.nbytes >= self.min_bytes else fates
+
+    def plain(self, kind: int, cut: int, *, inputs: str) -> Choice:
+        """Everything recomputed."""
+        anatomy = self.anatomies[kind]
+        return Choice(cut, inputs * len(anatomy.kind.cuts[cut].regions), "r" * len(anatomy.kind.ops))
+
+    def region_bytes(self, swapped: Sequence[Slot]) -> int:
+        """The most bytes of these slots, inputs included, that one region asks for."""
+        most = self.largest
+        for (kind, cut), slots in self.slots.items():
+            for region in self.anatomies[kind].kind.cuts[cut].regions:
+                own = [
+                    slot.nbytes
+                    for slot in swapped
+                    if (slot.kind, slot.cut) == (kind, cut) and region.first_op <= slot.at < region.stop_op
+                ]
+                inputs = max((slot.nbytes for slot in slots if slot.is_input), default=0)
+                most = max(most, sum(own) + inputs)
+        return most
+
+    # ------------------------------------------------------------------ moves
+
+    def moves(self, solution: Solution, step: int) -> Iterator[Move]:
+        """Everything one step away; borders shift by ``step`` blocks."""
+        for kind, row in self.rows.items():
+            cuts = sorted({solution.choices[at].cut for at in row} - {KEEP.cut})
+            for cut in cuts:
+                for slot in self.slots[kind, cut]:
+                    letters = [fate_of(solution.choices[at], slot) for at in row]
+                    for span, fate in _row_moves(letters, self.may_be(slot), step):
+                        yield functools.partial(_set_fate, blocks=row[span.start : span.stop], slot=slot, fate=fate)
+            yield from self._keep_moves(solution, kind, row, step)
+            yield from self._cut_moves(kind, row)
+        yield from self._settings_moves(solution)
+
+    def _keep_moves(self, solution: Solution, kind: int, row: list[int], step: int) -> Iterator[Move]:
+        choices = solution.choices
+        kept = [at for at in row if choices[at].cut < 0]
+        touched = [at for at in row if choices[at].cut >= 0]
+        if touched:
+            yield functools.partial(_set_choice, blocks=touched[-step:], choice=KEEP)
+        if len(row) <= SHORT_ROW:
+            for at in touched:
+                yield functools.partial(_set_choice, blocks=[at], choice=KEEP)
+        templates = {choices[at] for at in (touched[0], touched[-1])} if touched else set(self._templates(kind))
+        for template in sorted(templates):
+            if kept:
+                yield functools.partial(_set_choice, blocks=kept[:step], choice=template)
+            if kept and len(row) <= SHORT_ROW:
+                for at in kept:
+                    yield functools.partial(_set_choice, blocks=[at], choice=template)
+
+    def _templates(self, kind: int) -> Iterator[Choice]:
+        for cut in range(len(self.anatomies[kind].kind.cuts)):
+            for inputs in "sw":
+                yield self.plain(kind, cut, inputs=inputs)
+
+    def _cut_moves(self, kind: int, row: list[int]) -> Iterator[Move]:
+        cuts = self.anatomies[kind].kind.cuts
+        for cut in range(len(cuts)) if len(cuts) > 1 else ():
+            yield functools.partial(_set_cut, blocks=row, cut=cut, regions=len(cuts[cut].regions))
+
+    def _settings_moves(self, solution: Solution) -> Iterator[Move]:
+        settings = solution.settings
+        if not settings.is_tunable or not any("w" in choice.inputs + choice.fates for choice in solution.choices):
+            return
+        for name in ("window_bytes", "tail_bytes", "prefetch_bytes"):
+            now = getattr(settings, name)
+            others = {int(now * factor) for factor in _FACTORS} | {now + self.largest, max(0, now - self.largest)}
+            for value in sorted(others - {now}):
+                yield functools.partial(_set_setting, name=name, value=value)
+
+
+def _set_fate(solution: Solution, *, blocks: Sequence[int], slot: Slot, fate: str) -> Solution:
+    choices = list(solution.choices)
+    for at in blocks:
+        choices[at] = with_fate(choices[at], slot, fate)
+    return Solution(tuple(choices), solution.settings)
+
+
+def _set_choice(solution: Solution, *, blocks: Sequence[int], choice: Choice) -> Solution:
+    choices = list(solution.choices)
+    for at in blocks:
+        choices[at] = choice
+    return Solution(tuple(choices), solution.settings)
+
+
+def _set_cut(solution: Solution, *, blocks: Sequence[int], cut: int, regions: int) -> Solution:
+    """The same fates under another cut; the inputs of its regions follow the first one."""
+    choices = list(solution.choices)
+    for at in blocks:
+        if choices[at].cut not in (KEEP.cut, cut):
+            choices[at] = Choice(cut, choices[at].inputs[0] * regions, choices[at].fates)
+    return Solution(tuple(choices), solution.settings)
+
+
+def _set_setting(solution: Solution, *, name: str, value: int) -> Solution:
+    changes: dict[str, int] = {name: value}
+    return Solution(solution.choices, dataclasses.replace(solution.settings, **changes))  # type: ignore[arg-type]
+
+
+def _row_moves(letters: list[str], fates: str, step: int) -> list[tuple[range, str]]:
+    """Spans of a row and the letter they would take."""
+    spans: dict[tuple[int, int, str], None] = {}
+    at = 0
+    for letter, group in itertools.groupby(letters):
+        start, at = at, at + len(list(group))
+        for fate in fates if letter else "":
+            if fate != letter:
+                spans[start, at, fate] = None
+                spans[start, min(at, start + step), fate] = None
+                spans[max(start, at - step), at, fate] = None
+    if len(letters) <= SHORT_ROW:
+        for position, letter in enumerate(letters):
+            for fate in fates if letter else "":
+                if fate != letter:
+                    spans[position, position + 1, fate] = None
+    return [(range(start, stop), fate) for start, stop, fate in spans]

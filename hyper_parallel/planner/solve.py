@@ -1,0 +1,239 @@
+"""The search: which fates give the shortest step whose peak fits.
+
+1. A step that fits is left alone.
+2. Seeds. Slots are ordered by the seconds of recomputation that one byte saves. For every number of slots that leave for
+   far memory, the rest is filled: saves are added in that order, late blocks first, as long as the simulator says it fits.
+3. Search. From the best seeds, moves that shorten the step and still fit are taken. At the edge of the budget most gains
+   need memory, so a gain that does not fit is tried together with a move that gives memory back.
+
+Every judgement is the simulator's; the order of bytes and seconds only decides what is tried first. The number of blocks
+played is bounded, so the same question has the same answer on any machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final
+
+from hyper_parallel.planner.moves import Move, Slot, Solution, Space, with_fate
+from hyper_parallel.planner.profile import EngineSettings
+from hyper_parallel.planner.tape import KEEP, Choice
+from hyper_parallel.planner.timeline import Simulator, Timeline
+
+__all__ = ["Answer", "Solver"]
+
+MOST_BLOCKS_PLAYED: Final = 150_000
+_STARTS: Final = 4
+_PAIRS: Final = 40
+_SWAP_COUNTS: Final = 8
+
+Key = tuple[float, float, float, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """A solution and what it comes to."""
+
+    solution: Solution
+    timeline: Timeline
+
+    def key(self, budget: int) -> Key:
+        """Smaller is better: what fits before what does not; then time, bytes moved, peak."""
+        line = self.timeline
+        if line.peak_bytes <= budget:
+            return (0.0, round(line.step_seconds, 9), line.out_bytes, line.peak_bytes)
+        return (1.0, line.peak_bytes, round(line.step_seconds, 9), line.out_bytes)
+
+
+class Solver:
+    """Searches the fates of one profile; what was played is remembered between budgets."""
+
+    def __init__(self, simulator: Simulator) -> None:
+        self.profile = simulator.profile
+        self.simulator = simulator
+        self.space = Space(
+            simulator.anatomies,
+            [block.kind for block in self.profile.blocks],
+            [block.input_bytes for block in self.profile.blocks],
+            self.profile.engine.min_bytes,
+        )
+        self._played: dict[Solution, Answer] = {}
+        self._left = 0
+
+    def play(self, solution: Solution) -> Answer:
+        """A solution with its timeline, played once."""
+        answer = self._played.get(solution)
+        if answer is None:
+            self._left -= len(solution.choices)
+            answer = Answer(solution, self.simulator.play(solution.choices, solution.settings))
+            self._played[solution] = answer
+        return answer
+
+    def untouched(self) -> Answer:
+        """The step left alone."""
+        return self.play(Solution((KEEP,) * len(self.profile.blocks), self.profile.engine))
+
+    def solve(self, budget: int, *, near: Iterable[Answer] = (), effort: float = 1.0) -> Answer:
+        """The best answer found; it may not fit, then it is the smallest peak found."""
+        alone = self.untouched()
+        if alone.timeline.peak_bytes <= budget:
+            return alone
+        self._left = int(MOST_BLOCKS_PLAYED * effort)
+        starts = sorted([*near, *self._seeds(budget)], key=lambda answer: answer.key(budget))
+        best = starts[0]
+        for start in _distinct(starts, _STARTS):
+            best = min(best, self._descend(start, budget), key=lambda answer: answer.key(budget))
+        return best
+
+    def smallest(self) -> Answer:
+        """The smallest peak found, whatever it costs."""
+        self._left = MOST_BLOCKS_PLAYED
+        starts = sorted(self._seeds(0), key=lambda answer: answer.key(0))
+        return min((self._descend(start, 0) for start in _distinct(starts, 2)), key=lambda answer: answer.key(0))
+
+    # ------------------------------------------------------------------ seeds
+
+    def _seeds(self, budget: int) -> list[Answer]:
+        found: list[tuple[Answer, int, int]] = []
+        for cut in range(max(len(anatomy.kind.cuts) for anatomy in self.space.anatomies)):
+            slots = self._ordered(cut)
+            for count in _spread(len(slots), _SWAP_COUNTS):
+                settings = self._settings(slots[:count])[0]
+                found.append((self._fill(slots, count, cut, "w", settings, budget), cut, count))
+        best = sorted(found, key=lambda row: row[0].key(budget))[:3]
+        answers = [answer for answer, _, _ in found]
+        for _, cut, count in best:
+            slots = self._ordered(cut)
+            for settings in self._settings(slots[:count]):
+                for inputs in "ws":
+                    answers.append(self._fill(slots, count, cut, inputs, settings, budget))
+        return answers
+
+    def _ordered(self, cut: int) -> list[Slot]:
+        slots = [
+            slot
+            for kind in self.space.rows
+            for slot in self.space.slots[kind, self._cut_of(kind, cut)]
+            if not slot.is_input
+        ]
+        return sorted(slots, key=lambda slot: -slot.density)
+
+    def _cut_of(self, kind: int, cut: int) -> int:
+        return min(cut, len(self.space.anatomies[kind].kind.cuts) - 1)
+
+    def _settings(self, swapped: Sequence[Slot]) -> list[EngineSettings]:
+        given = self.profile.engine
+        if not given.is_tunable:
+            return [given]
+        region, largest = self.space.region_bytes(swapped), self.space.largest
+        return [
+            given,
+            dataclasses.replace(given, window_bytes=largest, tail_bytes=0, prefetch_bytes=region),
+            dataclasses.replace(given, window_bytes=2 * region, tail_bytes=region, prefetch_bytes=region),
+        ]
+
+    def _fill(
+        self, slots: Sequence[Slot], count: int, cut: int, inputs: str, settings: EngineSettings, budget: int
+    ) -> Answer:
+        """The first ``count`` slots leave everywhere; of the rest as many are saved as fit."""
+        base: list[Choice] = []
+        for block in self.profile.blocks:
+            choice = self.space.plain(block.kind, self._cut_of(block.kind, cut), inputs=inputs)
+            for slot in slots[:count]:
+                if slot.kind == block.kind:
+                    choice = with_fate(choice, slot, "w" if "w" in self.space.may_be(slot) else "s")
+            base.append(choice)
+        items = [(slot, at) for slot in slots[count:] for at in reversed(self.space.rows[slot.kind])]
+
+        def with_saves(number: int) -> Answer:
+            choices = list(base)
+            for slot, at in items[:number]:
+                choices[at] = with_fate(choices[at], slot, "s")
+            return self.play(Solution(tuple(choices), settings))
+
+        best = with_saves(0)
+        low, high = 0, len(items)
+        while low < high and best.timeline.peak_bytes <= budget:
+            middle = (low + high + 1) // 2
+            answer = with_saves(middle)
+            if answer.timeline.peak_bytes <= budget:
+                low, best = middle, min(best, answer, key=lambda each: each.key(budget))
+            else:
+                high = middle - 1
+        return best
+
+    # ------------------------------------------------------------------ search
+
+    def _descend(self, answer: Answer, budget: int) -> Answer:
+        step = max(1, max(map(len, self.space.rows.values())) // 4)
+        while self._left > 0:
+            better = self._sweep(answer, budget, step)
+            if better is None and step == 1:
+                break
+            if better is None:
+                step = max(1, step // 2)
+            else:
+                answer = better
+        return answer
+
+    def _sweep(self, answer: Answer, budget: int, step: int) -> Answer | None:
+        """Every move once, each from the best so far; then pairs. None: nothing is better."""
+        start = answer
+        gains: list[tuple[Answer, Move]] = []
+        gives: list[tuple[Answer, Move]] = []
+        for move in self.space.moves(answer.solution, step):
+            if self._left <= 0:
+                break
+            solution = move(answer.solution)
+            if solution == answer.solution:
+                continue
+            other = self.play(solution)
+            if other.key(budget) < answer.key(budget):
+                answer = other
+            elif other.timeline.step_seconds < answer.timeline.step_seconds:
+                gains.append((other, move))
+            elif other.timeline.peak_bytes < answer.timeline.peak_bytes:
+                gives.append((other, move))
+        if answer is not start:
+            return answer
+        if answer.timeline.peak_bytes > budget:
+            return None
+        return self._pair(answer, budget, gains, gives)
+
+    def _pair(
+        self, answer: Answer, budget: int, gains: Sequence[tuple[Answer, Move]], gives: Sequence[tuple[Answer, Move]]
+    ) -> Answer | None:
+        """A gain that does not fit, with something that makes room; the most promising sums first."""
+        now = answer.timeline
+        promising: list[tuple[float, int, int]] = []
+        for at, (gain, _) in enumerate(gains):
+            needed = gain.timeline.peak_bytes - budget
+            for other, (give, _) in enumerate(gives):
+                seconds = gain.timeline.step_seconds + give.timeline.step_seconds - 2 * now.step_seconds
+                if seconds < 0 and now.peak_bytes - give.timeline.peak_bytes >= 0.5 * needed:
+                    promising.append((seconds, at, other))
+        for _, at, other in sorted(promising)[:_PAIRS]:
+            if self._left <= 0:
+                return None
+            both = self.play(gives[other][1](gains[at][1](answer.solution)))
+            if both.key(budget) < answer.key(budget):
+                return both
+        return None
+
+
+def _spread(count: int, most: int) -> Iterator[int]:
+    """0 .. count, at most ``most`` of them, evenly."""
+    seen = set()
+    for index in range(min(count, most - 1) + 1):
+        value = round(index * count / max(1, min(count, most - 1)))
+        if value not in seen:
+            seen.add(value)
+            yield value
+
+
+def _distinct(answers: Iterable[Answer], most: int) -> list[Answer]:
+    found: dict[Solution, Answer] = {}
+    for answer in answers:
+        found.setdefault(answer.solution, answer)
+    return list(found.values())[:most]
