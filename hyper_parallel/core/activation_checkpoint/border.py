@@ -22,8 +22,6 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
-from hyper_parallel.errors import UnsupportedMemberError
-
 if TYPE_CHECKING:
     from hyper_parallel.core.activation_checkpoint.engine import Engine
 
@@ -187,13 +185,6 @@ def room() -> Any:  # the module hyper_parallel.platform.<framework>.activation_
     # A compiler that traces a door sees a look-up here, goes on to the room's own function, and reads there why it must stop.
     if name in sys.modules:
         return sys.modules[name]
-    if framework == "mindspore":
-        raise UnsupportedMemberError(
-            member="activation_checkpoint",
-            platform="MindSporePlatform",
-            reason="saving, recomputing and swapping per op is not there yet on MindSpore",
-            instead="set HYPER_PARALLEL_PLATFORM=torch to use torch, where both frameworks are installed",
-        )
     return importlib.import_module(name)
 
 

@@ -17,13 +17,20 @@ __all__ = [
     "Function",
     "GlobalComm",
     "Number",
+    "at_end_of_backward",
+    "backward_id",
     "end_failed_gradient",
     "forget_world",
+    "has_saved_tensors_hooks",
     "init_with_store",
+    "is_recording",
     "no_grad",
+    "pop_saved_tensors_hooks",
     "prime_streams",
+    "push_saved_tensors_hooks",
     "remember_world",
     "tensor_transform",
+    "wait_for_ops",
     "world_backend",
     "world_name",
 ]
@@ -85,10 +92,9 @@ def end_failed_gradient() -> None:
 
     Parameters then refuse to be written, views may be copies, and the next backward of some ops fails.
     """
-    from mindspore.common.api import _pynative_executor
-
-    _pynative_executor.set_grad_flag(False)
-    _pynative_executor.clear_res()
+    executor = _executor()
+    executor.set_grad_flag(False)
+    executor.clear_res()
 
 
 def no_grad() -> Any:  # a context manager
@@ -103,3 +109,48 @@ def tensor_transform() -> Any:  # mindspore._c_expression.TensorTransform
     from mindspore._c_expression import TensorTransform
 
     return TensorTransform.get_instance()
+
+
+def _executor() -> Any:  # MindSpore's PyNative executor
+    try:
+        from mindspore.graph.api import _pynative_executor
+    except ImportError:  # before 2.9.0 moved it
+        from mindspore.common.api import _pynative_executor
+    return _pynative_executor
+
+
+def backward_id() -> int | None:
+    """Tells the backward that runs in this thread from every other; None outside one."""
+    key = int(_executor().get_current_autodiff_engine_id())
+    return None if key == -1 else key
+
+
+def at_end_of_backward(callback: Any) -> None:
+    """Call ``callback()`` when the backward that runs now is over; not when it raises."""
+    _executor().queue_backward_final_callback(callback)
+
+
+def is_recording() -> bool:
+    """Whether autograd records what this thread runs."""
+    executor = _executor()
+    return bool(executor.grad_flag() and executor.enable_grad())
+
+
+def wait_for_ops() -> None:
+    """Hold the host until every op that was issued has run; on the CPU they wait in a queue."""
+    _executor().sync()
+
+
+def has_saved_tensors_hooks() -> bool:
+    """Whether some pair of hooks would see the next save."""
+    return bool(_executor().is_saved_tensor_hook_active())
+
+
+def push_saved_tensors_hooks(pack: Any, unpack: Any) -> None:
+    """Put a pair of hooks on top."""
+    _executor().push_saved_tensor_hook(pack, unpack)
+
+
+def pop_saved_tensors_hooks() -> None:
+    """Take the pair on top off."""
+    _executor().pop_saved_tensor_hook()

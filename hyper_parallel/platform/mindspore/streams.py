@@ -18,9 +18,8 @@ import mindspore
 from hyper_parallel.errors import UnsupportedMemberError
 from hyper_parallel.platform.base.streams import StreamMembers
 from hyper_parallel.platform.base.unsupported import class_property
-from hyper_parallel.platform.mindspore import compat
+from hyper_parallel.platform.mindspore import activation_checkpoint, compat
 from hyper_parallel.platform.mindspore.device import on_cpu
-from hyper_parallel.platform.mindspore.recompute import framework_checkpoint
 
 __all__ = ["HostEvent", "HostStream", "MindSporeStreamMembers", "SymmetricMemoryHandler"]
 
@@ -106,15 +105,6 @@ def _profiler_range(name: str) -> Iterator[None]:
         markers.range_end(opened)
 
 
-def _not_yet(member: str) -> UnsupportedMemberError:
-    return UnsupportedMemberError(
-        member=member,
-        platform="MindSporePlatform",
-        reason="swapping and per-op policies of activations on MindSpore are not there yet",
-        instead="use platform.checkpoint, which recomputes whole regions, or the torch platform",
-    )
-
-
 class SymmetricMemoryHandler:
     """MindSpore offers no symmetric memory; the handler says so."""
 
@@ -177,28 +167,30 @@ class MindSporeStreamMembers(StreamMembers):
 
     @class_property
     def checkpoint(self) -> Callable[..., Any]:
-        """``mindspore.recompute``, always in its non-reentrant form."""
-        return framework_checkpoint
+        """``mindspore.recompute``, always in its non-reentrant form; on the CPU it keeps what random ops drew."""
+        return activation_checkpoint.framework_checkpoint
 
     @staticmethod
     def ckpt_wrapper(module: Any, checkpoint_fn: Callable[..., Any] | None = None, **checkpoint_fn_kwargs: Any) -> Any:
-        """Not served yet."""
-        raise _not_yet("ckpt_wrapper")
+        """A cell whose every call goes through ``checkpoint_fn``, which is MindSpore's own unless given."""
+        function = activation_checkpoint.framework_checkpoint if checkpoint_fn is None else checkpoint_fn
+        return activation_checkpoint.CheckpointWrapper(module, function, **checkpoint_fn_kwargs)
 
     @staticmethod
     def swap_wrapper(module: Any, policy_fn: Callable[[Any], Any] | None = None) -> Any:
-        """Not served yet."""
-        raise _not_yet("swap_wrapper")
+        """A cell whose saved values go to far memory and come back in time."""
+        return activation_checkpoint.swap_wrapper(module, policy_fn)
 
     @staticmethod
     def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False) -> Any:
-        """Not served yet."""
-        raise _not_yet("create_selective_checkpoint_contexts")
+        """The (forward, recompute) pair of contexts of one region."""
+        return activation_checkpoint.create_selective_checkpoint_contexts(policy_fn_or_list, allow_cache_entry_mutation)
 
     @staticmethod
     def async_save_on_cpu(policy_fn: Callable[[Any], Any] | None = None) -> AbstractContextManager[Any]:
-        """Not served yet."""
-        raise _not_yet("async_save_on_cpu")
+        """A context in which what autograd saves goes to far memory and comes back in time."""
+        context: AbstractContextManager[Any] = activation_checkpoint.AsyncSaveOnCpu(policy_fn)
+        return context
 
     @staticmethod
     def get_symmetric_memory_handler() -> SymmetricMemoryHandler:

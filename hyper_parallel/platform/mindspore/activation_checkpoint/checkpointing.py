@@ -1,0 +1,194 @@
+"""``checkpoint`` and ``swap`` on MindSpore: its own non-reentrant recompute, with our contexts inside and hooks outside."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Final
+
+import mindspore
+
+from hyper_parallel.config import SwapConfig
+from hyper_parallel.core.activation_checkpoint.policy import ByOpName
+from hyper_parallel.core.activation_checkpoint.record import Position
+from hyper_parallel.errors import PolicyError
+from hyper_parallel.platform.base.trees import tree_map
+from hyper_parallel.platform.mindspore.activation_checkpoint.graph import next_sequence
+from hyper_parallel.platform.mindspore.activation_checkpoint.saved_tensors import AsyncSaveOnCpu, TensorPolicy
+from hyper_parallel.platform.mindspore.activation_checkpoint.selective import create_selective_checkpoint_contexts
+from hyper_parallel.platform.mindspore.device import on_cpu
+
+__all__ = ["checkpoint", "framework_checkpoint", "label_of", "noop_context_fn", "swap"]
+
+ContextPair = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
+
+_FOREIGN_OPTIONS: Final = ("preserve_rng_state", "determinism_check", "debug")
+"""Options of other checkpoint functions, which MindSpore would hand to the region as arguments."""
+_FRAMEWORK_KEYWORDS: Final = frozenset({"use_reentrant", "output_recompute", "save_rng_state", *_FOREIGN_OPTIONS})
+_RECOMPUTE_ALL: Final = ByOpName({})
+
+
+def label_of(function: Any) -> str:
+    """The function or cell as errors name it."""
+    owner = getattr(function, "__self__", function)
+    if isinstance(owner, mindspore.nn.Cell):
+        return type(getattr(owner, "unwrap_cell", owner)).__name__
+    return str(getattr(function, "__qualname__", type(function).__name__))
+
+
+def noop_context_fn() -> ContextPair:
+    """A pair of contexts that do nothing."""
+    return contextlib.nullcontext(), contextlib.nullcontext()
+
+
+def _keep_random_ops() -> ContextPair:
+    return create_selective_checkpoint_contexts(_RECOMPUTE_ALL)
+
+
+def framework_checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    context_fn: Callable[[], Any] | None = None,
+    early_stop: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """``mindspore.recompute``, always in its non-reentrant form. With ``context_fn`` random ops are the caller's care.
+
+    On the CPU MindSpore cannot draw the same random numbers again, so without ``context_fn`` the ops that draw are kept
+    there and everything else is recomputed. ``early_stop`` is off unless asked for: in MindSpore 2.10 it fails where the
+    region's last saved value is made by one of the older primitives, such as a LayerNorm.
+    """
+    if kwargs.pop("use_reentrant", False):
+        raise ValueError(
+            "checkpoint: use_reentrant=True is not the form that serves functions and contexts; leave it out"
+        )
+    foreign = [option for option in _FOREIGN_OPTIONS if option in kwargs]
+    if foreign:
+        raise ValueError(
+            f"checkpoint: {foreign} are not options of mindspore.recompute; its own are context_fn, early_stop, "
+            "output_recompute and save_rng_state"
+        )
+    if context_fn is None and on_cpu():
+        context_fn = _keep_random_ops
+    return mindspore.recompute(
+        function, *args, use_reentrant=False, context_fn=context_fn, early_stop=early_stop, **kwargs
+    )
+
+
+class _Both:
+    """Two contexts as one, the first outside."""
+
+    def __init__(self, outer: Any, inner: Any) -> None:
+        self._outer = outer
+        self._inner = inner
+        self._stack: contextlib.ExitStack | None = None
+
+    def __enter__(self) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._outer)
+            stack.enter_context(self._inner)
+            self._stack = stack.pop_all()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        assert self._stack is not None, "entered"
+        stack, self._stack = self._stack, None
+        return stack.__exit__(kind, error, trace)
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    swap_inputs: bool = False,
+    policy_fn: Any = None,
+    context_fn: Callable[[], ContextPair] | None = None,
+    early_stop: bool = True,
+    swap_config: SwapConfig | None = None,
+    **kwargs: Any,
+) -> Any:
+    """See ``hyper_parallel.checkpoint``. ``early_stop`` is taken and not used: see :func:`framework_checkpoint`."""
+    if not callable(function):
+        raise TypeError(f"checkpoint: expected a cell or a callable, got {function!r}")
+    where = f"checkpoint of {label_of(function)}"
+    position = Position(next_sequence())
+    policy = _RECOMPUTE_ALL if policy_fn is None else policy_fn
+
+    def contexts() -> ContextPair:
+        ours: ContextPair = create_selective_checkpoint_contexts(
+            policy, swap_config=swap_config, where=where, position=position
+        )
+        if context_fn is None:
+            return ours
+        theirs = context_fn()
+        return _Both(theirs[0], ours[0]), _Both(theirs[1], ours[1])
+
+    if not swap_inputs:
+        return framework_checkpoint(function, *args, context_fn=contexts, **kwargs)
+    inputs = _FlatInputs(function, args, kwargs)
+    with AsyncSaveOnCpu(swap_config=swap_config, where=f"inputs of {where}", position=position):
+        output = framework_checkpoint(inputs.call, *inputs.tensors, context_fn=contexts, **inputs.framework_keywords)
+    position.sequence = next_sequence()
+    return output
+
+
+class _FlatInputs:
+    """A call with its tensors laid out flat.
+
+    MindSpore's recompute saves the tensors among its positional arguments only. Those in keywords and inside lists,
+    dicts or dataclasses would be caught by a closure and never leave, so they are passed by position and put back inside.
+    What lives until backward is ``call``: it must not hold the tensors.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
+        self.tensors: list[Any] = []
+        self.framework_keywords = {name: kwargs[name] for name in kwargs if name in _FRAMEWORK_KEYWORDS}
+        own = {name: value for name, value in kwargs.items() if name not in _FRAMEWORK_KEYWORDS}
+        self.call = _Reassembled(function, tree_map(self._take, (tuple(args), own)))
+
+    def _take(self, leaf: Any) -> Any:
+        if not isinstance(leaf, mindspore.Tensor):
+            return leaf
+        self.tensors.append(leaf)
+        return _Place(len(self.tensors) - 1)
+
+
+class _Reassembled:
+    """The function, called with the tensors put back where they were."""
+
+    def __init__(self, function: Callable[..., Any], tree: Any) -> None:
+        self._function = function
+        self._tree = tree
+
+    def __call__(self, *tensors: Any) -> Any:
+        args, kwargs = tree_map(lambda leaf: tensors[leaf.index] if isinstance(leaf, _Place) else leaf, self._tree)
+        return self._function(*args, **kwargs)
+
+
+class _Place:
+    """Stands for a tensor in a tree."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def swap(
+    function: Callable[..., Any],
+    *args: Any,
+    policy_fn: TensorPolicy | None = None,
+    swap_config: SwapConfig | None = None,
+    **kwargs: Any,
+) -> Any:
+    """See ``hyper_parallel.swap``."""
+    if not callable(function):
+        raise TypeError(f"swap: expected a cell or a callable, got {function!r}")
+    where = f"swap of {label_of(function)}"
+    if policy_fn is not None and not callable(policy_fn):
+        raise PolicyError(f"{where}: the tensor policy must be a function of one tensor, got {policy_fn!r}")
+    owner = getattr(function, "__self__", function)
+    parameters = owner.get_parameters() if isinstance(owner, mindspore.nn.Cell) else ()
+    with AsyncSaveOnCpu(policy_fn, swap_config=swap_config, where=where, parameters=parameters):
+        return function(*args, **kwargs)

@@ -1,0 +1,325 @@
+"""Selective checkpointing: one region, every op instance saved, swapped or recomputed.
+
+A pair of dispatch modes behind MindSpore's own non-reentrant recompute. The forward mode runs each op, asks the policy
+once and files what became of the output under (op name, how many of that op came before). The replay mode looks the same
+key up. Entries are not consumed, so a second backward and a retry after an exception find them again.
+
+Rules
+-----
+1. Views, in-place ops, factories and collectives are replayed whatever the policy says (``ops``).
+2. An op that draws random numbers is never replayed: where the policy would recompute it, its output is kept and the
+   policy counts as overruled. One that draws in place can be neither kept nor replayed, and is refused.
+3. An in-place op that changes a filed output is seen by the forward mode before it runs. A swapped one is ordered after
+   its copy out, a saved one is copied first; the replay then hands out a copy, because it will apply the same change again.
+4. A change that happens outside the region shows in the version counter, if MindSpore counts it, and raises.
+5. Our own tensor ops run unseen, so that an outer region's counting is not shifted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mindspore
+
+from hyper_parallel.config import SwapConfig
+from hyper_parallel.core.activation_checkpoint.activation_checkpoint import CheckpointPolicy
+from hyper_parallel.core.activation_checkpoint.engine import Engine
+from hyper_parallel.core.activation_checkpoint.policy import ByOpName, PolicyContext, as_op_policy, checked_answer
+from hyper_parallel.core.activation_checkpoint.record import Position
+from hyper_parallel.core.activation_checkpoint.statistics import KeepReason
+from hyper_parallel.core.activation_checkpoint.swap import SwapManager
+from hyper_parallel.errors import ActivationError, ReplayMismatchError
+from hyper_parallel.platform.mindspore.activation_checkpoint.graph import current_task, next_sequence
+from hyper_parallel.platform.mindspore.activation_checkpoint.ops import (
+    OpFacts,
+    facts_of,
+    inputs_of,
+    replay_reason,
+    tensors_in,
+)
+from hyper_parallel.platform.mindspore.activation_checkpoint.packed import Handle, Kept
+from hyper_parallel.platform.mindspore.activation_checkpoint.saved_tensors import Packer
+from hyper_parallel.platform.mindspore.activation_checkpoint.storages import is_seen, storage_key, unseen
+
+__all__ = ["ForwardMode", "Region", "ReplayMode", "create_selective_checkpoint_contexts"]
+
+_RECOMPUTES = frozenset({CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE})
+_CONTEXT = PolicyContext()
+
+Shapes = list[tuple[Any, Any]]  # (shape, mindspore.dtype) of each tensor an op read
+
+
+class Filed:
+    """An op instance whose output the replay hands out."""
+
+    __slots__ = ("inputs", "is_changed_later", "output")
+
+    def __init__(self, output: Any, inputs: Shapes) -> None:
+        self.output = output  # the op's output with every tensor packed
+        self.inputs = inputs
+        self.is_changed_later = False
+
+
+class Region:
+    """One call of a checkpointed function: what became of each op instance; None stands for one that is replayed."""
+
+    def __init__(
+        self,
+        policy: Any,
+        *,
+        where: str,
+        config: SwapConfig | None = None,
+        position: Position | None = None,
+        allows_mutation: bool = False,
+    ) -> None:
+        self.policy = policy
+        self.where = where
+        self.position = position if position is not None else Position(next_sequence())
+        self.allows_mutation = allows_mutation
+        self.entries: dict[str, list[Filed | None]] = {}
+        self.filed_by_storage: dict[int, list[Filed]] = {}
+        self.packer = Packer(config=config, where=where, position=self.position)
+        self.engines: set[Engine] = set()
+
+    def close(self) -> None:
+        """Forward is over: from here the region's values are wanted when backward comes back to it."""
+        self.position.sequence = next_sequence()
+        self.filed_by_storage = {}
+        self.packer.flush()
+
+
+class ForwardMode(mindspore.MsDispatchMode):  # type: ignore[misc]
+    """Runs each op and files what becomes of its output."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self._answers: dict[str, CheckpointPolicy] | None = {} if isinstance(region.policy, ByOpName) else None
+        self._recomputed_bytes = 0
+        self._saved_bytes = 0
+        self._replayed: dict[str, int] = {}
+        self._overruled = 0
+        self._index = 0
+
+    def __exit__(self, *exc: Any) -> Any:
+        leaves = super().__exit__(*exc)
+        self._region.close()
+        counters = SwapManager().counters
+        counters.add("recomputed_bytes", self._recomputed_bytes)
+        counters.add("saved_bytes", self._saved_bytes)
+        counters.add_to("overruled", "random_op_kept", self._overruled)
+        for reason, count in self._replayed.items():
+            counters.add_to("replayed_ops", reason, count)
+        return leaves
+
+    def __ms_dispatch__(self, func: Any, args: Any, kwargs: Any = None) -> Any:
+        """Run one op."""
+        facts = facts_of(func.name)
+        if facts.is_ignored or not is_seen():
+            return func(*args)
+        if facts.is_random and facts.writes_first:
+            raise ActivationError(
+                f"{self._region.where}: cannot recompute {func.name}; because it draws random numbers into a tensor in "
+                "place, which can be neither kept nor drawn again; use its out-of-place form, or keep it outside the region"
+            )
+        if facts.writes_first and not self._region.allows_mutation:
+            self._protect_written(args)
+        entries = self._region.entries.setdefault(func.name, [])
+        entries.append(None)  # what an exception inside the op leaves behind
+        output = func(*args)
+        reason = replay_reason(facts, args, output)
+        if reason is not None and not (facts.is_random and reason == "factory"):
+            self._replayed[reason] = self._replayed.get(reason, 0) + 1
+            return output
+        policy = self._ask(func, facts, args)
+        if policy in _RECOMPUTES:
+            self._recomputed_bytes += sum(tensor.nbytes for tensor in tensors_in((output,)))
+        else:
+            entries[-1] = self._file(policy, output, args)
+        return output
+
+    def _ask(self, func: Any, facts: OpFacts, args: Any) -> CheckpointPolicy:
+        if self._answers is not None:
+            known = self._answers.get(func.name)
+            if known is None:
+                known = self._answers[func.name] = self._region.policy(_CONTEXT, func)
+        else:
+            answer = self._region.policy(_CONTEXT, func, *inputs_of(args))
+            known = checked_answer(answer, func, where=self._region.where)
+        if facts.is_random and known in _RECOMPUTES:
+            self._overruled += 1
+            return CheckpointPolicy.MUST_SAVE
+        return known
+
+    def _file(self, policy: CheckpointPolicy, output: Any, args: Any) -> Filed:
+        pack = self._pack_swapped if policy is CheckpointPolicy.MUST_SWAP else self._pack_saved
+        self._index += 1
+        filed = Filed(_map_tensors(output, pack), _shapes_of(args))
+        for packed in _packed_in(filed.output):
+            self._region.filed_by_storage.setdefault(_key_of(packed), []).append(filed)
+        return filed
+
+    def _pack_saved(self, tensor: Any) -> Kept:
+        self._saved_bytes += tensor.nbytes
+        return Kept(tensor, self._region.where)
+
+    def _pack_swapped(self, tensor: Any) -> Kept | Handle:
+        packer = self._region.packer
+        nbytes = int(tensor.untyped_storage().nbytes())
+        engine = packer.engine_of(tensor)
+        reason = None
+        if nbytes == 0 or tensor.size == 0:
+            reason = KeepReason.EMPTY
+        elif engine is None:
+            reason = KeepReason.HOST
+        elif nbytes < packer.config.min_bytes:
+            reason = KeepReason.SMALL
+        if reason is not None or engine is None:
+            SwapManager().counters.keep(reason or KeepReason.HOST, nbytes)
+            return Kept(tensor, self._region.where)
+        self._region.engines.add(engine)
+        return packer.swap(engine, tensor, nbytes, index=self._index)
+
+    def _protect_written(self, args: Any) -> None:
+        """Rule 3, before the op runs."""
+        for tensor in tensors_in(args)[:1]:
+            for filed in self._region.filed_by_storage.pop(storage_key(tensor), ()):
+                filed.is_changed_later = True
+                filed.output = _map_packed(filed.output, _settled)
+
+
+class ReplayMode(mindspore.MsDispatchMode):  # type: ignore[misc]
+    """Runs what was not filed, hands out what was."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self._counts: dict[str, int] = {}
+        self._used: list[Handle] = []
+
+    def __enter__(self) -> ReplayMode:
+        self._counts = {}
+        self._used = []
+        task = current_task(self._region.position)
+        if task is not None:
+            for engine in self._region.engines:
+                engine.expect(task)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> Any:
+        leaves = super().__exit__(*exc)
+        # The replayed graph holds what it still needs; our own reference would keep all of it to the region's end.
+        for handle in self._used:
+            handle.record.engine.let_go(handle.record)
+        self._used = []
+        return leaves
+
+    def __ms_dispatch__(self, func: Any, args: Any, kwargs: Any = None) -> Any:
+        """Replay one op."""
+        if facts_of(func.name).is_ignored or not is_seen():
+            return func(*args)
+        at = self._counts.get(func.name, 0)
+        self._counts[func.name] = at + 1
+        entries = self._region.entries.get(func.name, [])
+        if at >= len(entries):
+            raise ReplayMismatchError(
+                f"{self._region.where}: the replay ran {func.name} number {at + 1} with inputs {_shapes_of(args)}, "
+                f"but forward ran it {len(entries)} times. The function must run the same ops again: look for branches on "
+                "data, on global state or on whether gradients are enabled."
+            )
+        entry = entries[at]
+        if entry is None:
+            return func(*args)
+        inputs = _shapes_of(args)
+        if inputs != entry.inputs:
+            raise ReplayMismatchError(
+                f"{self._region.where}: the replay ran {func.name} number {at + 1} with inputs {inputs}, but forward ran it "
+                f"with {entry.inputs}; its kept output does not fit. The function must run the same ops on the same shapes "
+                "and dtypes again."
+            )
+        return _map_packed(entry.output, self._hand_out_copy if entry.is_changed_later else self._hand_out)
+
+    def _hand_out(self, packed: Kept | Handle) -> Any:
+        if isinstance(packed, Kept):
+            return packed.tensor if self._region.allows_mutation else packed.unpack()
+        self._used.append(packed)
+        return packed.unpack_value(checks_version=not self._region.allows_mutation)
+
+    def _hand_out_copy(self, packed: Kept | Handle) -> Any:
+        """The replay changes this value as forward did; the filed bytes must stay for the next replay."""
+        value = packed.tensor if isinstance(packed, Kept) else packed.unpack_value(checks_version=False)
+        if isinstance(packed, Handle):
+            self._used.append(packed)
+        with unseen():
+            return value.copy()
+
+
+def _settled(packed: Kept | Handle) -> Kept | Handle:
+    """The same value, independent of the tensor that is about to change."""
+    if isinstance(packed, Handle):
+        if packed.record.engine.settle(packed.record):
+            return packed
+        assert packed.record.device_bytes is not None, "what has no copy is on the device"
+        value = packed.view.over(packed.record.device_bytes)
+    else:
+        value = packed.tensor
+    with unseen():
+        return Kept(value.copy(), packed.where)
+
+
+def _shapes_of(args: Any) -> Shapes:
+    """What a replayed op must be given again for a filed output to fit."""
+    return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(args)]
+
+
+def _map_tensors(output: Any, fn: Callable[[Any], Any]) -> Any:
+    if isinstance(output, mindspore.Tensor):
+        return fn(output)
+    if isinstance(output, tuple | list):
+        return type(output)(_map_tensors(item, fn) for item in output)
+    return output
+
+
+def _map_packed(packed: Any, fn: Callable[[Kept | Handle], Any]) -> Any:
+    if isinstance(packed, Kept | Handle):
+        return fn(packed)
+    if isinstance(packed, tuple | list):
+        return type(packed)(_map_packed(item, fn) for item in packed)
+    return packed
+
+
+def _packed_in(packed: Any) -> list[Kept | Handle]:
+    if isinstance(packed, Kept | Handle):
+        return [packed]
+    if isinstance(packed, tuple | list):
+        return [leaf for item in packed for leaf in _packed_in(item)]
+    return []
+
+
+def _key_of(packed: Kept | Handle) -> int:
+    if isinstance(packed, Handle):
+        key = packed.record.storage_key
+        return -1 if key is None else key
+    return storage_key(packed.tensor)
+
+
+def create_selective_checkpoint_contexts(
+    policy_fn_or_list: Any,
+    allow_cache_entry_mutation: bool = False,
+    *,
+    swap_config: SwapConfig | None = None,
+    where: str = "checkpoint",
+    position: Position | None = None,
+) -> tuple[ForwardMode, ReplayMode]:
+    """The pair of contexts of one region, for ``mindspore.recompute(use_reentrant=False, context_fn=...)``.
+
+    With ``allow_cache_entry_mutation`` a saved value that was changed in place is used as it is.
+    """
+    region = Region(
+        as_op_policy(policy_fn_or_list, where=where),
+        where=where,
+        config=swap_config,
+        position=position,
+        allows_mutation=allow_cache_entry_mutation,
+    )
+    return ForwardMode(region), ReplayMode(region)

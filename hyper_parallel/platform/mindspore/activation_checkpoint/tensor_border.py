@@ -1,0 +1,81 @@
+"""What the explicit swap interface asks about MindSpore tensors and layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import mindspore
+
+from hyper_parallel.config import current_config
+from hyper_parallel.core.activation_checkpoint.border import FlatBytes
+from hyper_parallel.core.activation_checkpoint.engine import Engine
+from hyper_parallel.core.activation_checkpoint.swap import SwapManager
+from hyper_parallel.platform.base.trees import tree_map
+from hyper_parallel.platform.mindspore import compat
+from hyper_parallel.platform.mindspore.activation_checkpoint.devices import backend_for
+from hyper_parallel.platform.mindspore.activation_checkpoint.graph import is_in_backward
+from hyper_parallel.platform.mindspore.activation_checkpoint.storages import ViewSpec, flat_bytes, storage_key
+
+__all__ = ["MindSporeTensorBorder"]
+
+
+class MindSporeTensorBorder:
+    """See ``border.TensorBorder``."""
+
+    def is_plain_tensor(self, value: Any) -> bool:
+        """See the border."""
+        return type(value) in (mindspore.Tensor, mindspore.Parameter)
+
+    def plain_tensors(self, tree: Any) -> list[Any]:
+        """See the border."""
+        found: list[Any] = []
+        tree_map(lambda leaf: found.append(leaf) if self.is_plain_tensor(leaf) else None, tree)
+        return found
+
+    def engine_of(self, tensor: Any) -> Engine | None:
+        """See the border."""
+        config = current_config()
+        backend = backend_for(str(tensor.device), config)
+        return None if backend is None else SwapManager().engine(backend, config)
+
+    def storage_key(self, tensor: Any) -> int:
+        """See the border. An address, which names the storage while the caller holds the tensor."""
+        return storage_key(tensor)
+
+    def storage_bytes(self, tensor: Any) -> int:
+        """See the border."""
+        return int(tensor.untyped_storage().nbytes())
+
+    def version_of(self, tensor: Any) -> int:
+        """See the border. MindSpore counts ``copy_``; ``assign`` and item assignment go uncounted."""
+        return int(tensor._version)
+
+    def is_slice(self, tensor: Any) -> bool:
+        """See the border."""
+        return int(tensor.nbytes) != self.storage_bytes(tensor)
+
+    def view_of(self, tensor: Any) -> ViewSpec:
+        """See the border."""
+        return ViewSpec(tensor)
+
+    def flat_bytes(self, tensor: Any) -> FlatBytes:
+        """See the border."""
+        return flat_bytes(tensor)
+
+    def watch_layers(self, layers: Iterable[Any]) -> list[Any]:
+        """See the border. The hooks are functions of a module, so a deepcopy or a pickle of the layer is harmless."""
+        handles: list[Any] = []
+        for layer in layers:
+            if _before_forward not in layer._forward_pre_hook.values():
+                handles.append(layer.register_forward_pre_hook(_before_forward))
+                handles.append(layer.register_forward_hook(_after_forward, always_call=True))
+        return handles
+
+
+def _before_forward(layer: Any, args: Any) -> None:
+    SwapManager().enter_layer(layer)
+
+
+def _after_forward(layer: Any, args: Any, outputs: Any) -> None:
+    SwapManager().leave_layer(layer, outputs, is_replay=is_in_backward() or not compat.is_recording())

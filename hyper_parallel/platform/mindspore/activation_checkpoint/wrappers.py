@@ -1,0 +1,281 @@
+"""Wrappers that leave no trace.
+
+A wrapper takes a cell's place in the tree. It has no parameters, children, buffers, flags or state-dict hooks of its own:
+each of these is looked up in the wrapped cell, so that names, ``state_dict``, loading, ``deepcopy`` and pickling are
+those of the wrapped cell, without a prefix that would have to be stripped somewhere. What it does own is what its call
+needs: its hooks, and whether MindSpore records a graph for it.
+
+Note: names of parameters
+    A MindSpore parameter carries its full name, and a parent that gets a child renames the child's parameters after its
+    own place. A wrapper that replaces a child deep in a model would thereby cut off everything above that parent, and
+    parameters of different layers would end up with the same name. So a name that already ends with what it would be
+    given is kept.
+
+Note: the class
+    Libraries find layers by ``isinstance``. So ``__class__`` answers with the wrapped cell's class, and ``isinstance``
+    holds for both.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from mindspore import nn
+
+from hyper_parallel.config import SwapConfig
+from hyper_parallel.platform.mindspore import compat
+from hyper_parallel.platform.mindspore.activation_checkpoint.checkpointing import checkpoint, swap
+from hyper_parallel.platform.mindspore.activation_checkpoint.saved_tensors import TensorPolicy
+
+__all__ = ["ActivationWrapper", "CheckpointWrapper", "FuncCell", "SwapWrapper", "checkpoint_wrapper", "swap_wrapper"]
+
+_LOOKED_UP: Final = (
+    "_params",
+    "_cells",
+    "_buffers",
+    "_params_list",
+    "_primitives",
+    "_lazy_non_persistent_buffers_set",
+    "_lazy_state_dict_hooks",
+    "_lazy_state_dict_pre_hooks",
+    "_lazy_load_state_dict_pre_hooks",
+    "_lazy_load_state_dict_post_hooks",
+    "_lazy_user_parameters",
+    "_auto_prefix",
+    "_param_prefix",
+    "_scope",
+    "_phase",
+    "cell_type",
+    "training",
+)
+"""What a new cell has and a wrapper must not: without it, it is found in the wrapped cell."""
+
+
+class FuncCell(nn.Cell):  # type: ignore[misc]
+    """A plain callable as a cell."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__(auto_prefix=False)
+        if not callable(fn):
+            raise TypeError(f"FuncCell: expected a callable, got {fn!r}")
+        self.fn = fn
+
+    def construct(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+        return self.fn(*args, **kwargs)
+
+
+class ActivationWrapper(nn.Cell, abc.ABC):  # type: ignore[misc]
+    """The base of our wrappers: everything but ``construct``."""
+
+    _wrapped: Any  # mindspore.nn.Cell
+
+    def __init__(self, module: Any) -> None:
+        if not isinstance(module, nn.Cell):
+            if not callable(module):
+                raise TypeError(f"{type(self).__name__}: expected a cell or a callable, got {module!r}")
+            module = FuncCell(module)
+        super().__init__()
+        for name in _LOOKED_UP:
+            self.__dict__.pop(name, None)
+        self.__dict__["requires_grad"] = module.requires_grad
+        self.__dict__["_settings"] = None
+        self.__dict__["_wrapped"] = module
+
+    @abc.abstractmethod
+    def construct(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped cell in the wrapper's own way."""
+
+    @property
+    def unwrap_cell(self) -> Any:
+        """The innermost cell that wrappers of ours stand before."""
+        cell = self.__dict__["_wrapped"]
+        return cell.unwrap_cell if isinstance(cell, ActivationWrapper) else cell
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[Any]:
+        """The wrapped cell's class (see "the class")."""
+        cell = self.__dict__.get("_wrapped")
+        return type(self) if cell is None else cell.__class__
+
+    # What the wrapper does not own is the wrapped cell's.
+
+    def __getattr__(self, name: str) -> Any:
+        wrapped = self.__dict__.get("_wrapped")
+        if wrapped is None:
+            raise AttributeError(name)  # not born yet: MindSpore asks for `bprop`, pickle for more
+        return getattr(wrapped, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        wrapped = self.__dict__.get("_wrapped")
+        if wrapped is None or name in self.__dict__:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(wrapped, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            object.__delattr__(self, name)
+        else:
+            delattr(self._wrapped, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self._wrapped)})
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._wrapped[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._wrapped[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._wrapped[key]
+
+    def __len__(self) -> int:
+        return len(self._wrapped)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._wrapped)
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._wrapped
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._wrapped!r})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _reborn, (type(self),), self.__getstate__()
+
+    def __setstate__(self, state: Any) -> None:
+        base, own = state
+        nn.Cell.__bases__[0].__setstate__(self, base)  # the compiled half of a cell
+        self.__dict__.clear()
+        self.__dict__.update(own)
+
+    # Where a cell class may have its own ways, it is asked for them.
+
+    def update_parameters_name(self, prefix: str = "", recurse: bool = True) -> None:
+        """Put ``prefix`` before the names of parameters that do not carry it yet (see "names of parameters")."""
+        if prefix == "":
+            self._wrapped.update_parameters_name(prefix, recurse)
+            return
+        before = [(parameter, parameter.name) for parameter in self._wrapped.get_parameters(expand=recurse)]
+        self._wrapped.update_parameters_name(prefix, recurse)
+        for parameter, name in before:
+            if name.endswith(f".{parameter.name}"):
+                parameter.name = name
+
+    def set_train(self, mode: bool = True) -> ActivationWrapper:
+        """Set the mode of the wrapped cell."""
+        self._wrapped.set_train(mode)
+        return self
+
+    def add_flags(self, **flags: Any) -> ActivationWrapper:
+        """Give the wrapped cell these flags."""
+        self._wrapped.add_flags(**flags)
+        return self
+
+    def add_flags_recursive(self, **flags: Any) -> ActivationWrapper:
+        """Give the wrapped cell and its children these flags."""
+        self._wrapped.add_flags_recursive(**flags)
+        return self
+
+    def get_flags(self) -> Any:
+        """The wrapped cell's flags."""
+        return self._wrapped.get_flags()
+
+    def to_float(self, dst_type: Any) -> ActivationWrapper:
+        """Let the wrapped cell compute in ``dst_type``."""
+        self._wrapped.to_float(dst_type)
+        return self
+
+    def insert_param_to_cell(self, *args: Any, **kwargs: Any) -> None:
+        """Give the wrapped cell a parameter."""
+        self._wrapped.insert_param_to_cell(*args, **kwargs)
+
+    def insert_child_to_cell(self, *args: Any, **kwargs: Any) -> None:
+        """Give the wrapped cell a child."""
+        self._wrapped.insert_child_to_cell(*args, **kwargs)
+
+    def register_buffer(self, *args: Any, **kwargs: Any) -> None:
+        """Give the wrapped cell a buffer."""
+        self._wrapped.register_buffer(*args, **kwargs)
+
+    def extend_repr(self) -> str:
+        """What the wrapped cell says of itself."""
+        return str(self._wrapped.extend_repr())
+
+    def get_extra_state(self) -> Any:
+        """The wrapped cell's extra state."""
+        return self._wrapped.get_extra_state()
+
+    def set_extra_state(self, state: Any) -> None:
+        """Hand it to the wrapped cell."""
+        self._wrapped.set_extra_state(state)
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._wrapped._save_to_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._wrapped._load_from_state_dict(*args, **kwargs)
+
+
+def _reborn(kind: type[ActivationWrapper]) -> ActivationWrapper:
+    """An empty wrapper for pickle and copy to fill."""
+    return kind.__new__(kind)
+
+
+class CheckpointWrapper(ActivationWrapper):
+    """Every call goes through a checkpoint function, ours unless another is given."""
+
+    def __init__(self, module: Any, checkpoint_fn: Callable[..., Any] | None = None, **keywords: Any) -> None:
+        super().__init__(module)
+        self._settings = (checkpoint if checkpoint_fn is None else checkpoint_fn, keywords)
+
+    def construct(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped cell under the checkpoint function."""
+        checkpoint_fn, keywords = self._settings
+        clash = keywords.keys() & kwargs.keys()
+        if clash:
+            raise TypeError(
+                f"CheckpointWrapper({type(self.unwrap_cell).__name__}): the call gives {', '.join(sorted(clash))}, "
+                "which the wrapper was made with already; the cell's own keyword of that name cannot pass. Wrap a "
+                "function that renames it."
+            )
+        return checkpoint_fn(self._wrapped, *args, **keywords, **kwargs)
+
+
+class SwapWrapper(ActivationWrapper):
+    """What the wrapped cell saves for backward goes to far memory and comes back in time."""
+
+    def __init__(
+        self, mod: Any, policy_fn: TensorPolicy | None = None, *, swap_config: SwapConfig | None = None
+    ) -> None:
+        super().__init__(mod)
+        self._settings = (policy_fn, swap_config)
+
+    def construct(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped cell under the swap hooks."""
+        policy_fn, swap_config = self._settings
+        if not compat.is_recording():
+            return self._wrapped(*args, **kwargs)
+        return swap(self._wrapped, *args, policy_fn=policy_fn, swap_config=swap_config, **kwargs)
+
+
+def checkpoint_wrapper(module: Any, **keywords: Any) -> CheckpointWrapper:
+    """See ``hyper_parallel.checkpoint_wrapper``."""
+    if keywords.get("use_reentrant"):
+        raise ValueError("checkpoint_wrapper: use_reentrant=True is not supported; leave it out or give False")
+    return CheckpointWrapper(module, **keywords)
+
+
+def swap_wrapper(
+    module: Any, policy_fn: TensorPolicy | None = None, *, swap_config: SwapConfig | None = None
+) -> SwapWrapper:
+    """See ``hyper_parallel.swap_wrapper``."""
+    return SwapWrapper(module, policy_fn, swap_config=swap_config)
