@@ -4,19 +4,21 @@
 
 What is compared
 ----------------
-*Reference*: what ``dd bs=64M`` does: one thread writes, then reads, one file from end to end in 64 MiB calls from and
-into page-aligned memory. The bytes are random, because storage may treat the zeros that ``dd`` is usually fed with
-specially. *Tier*: leases of ``--lease`` bytes of ordinary torch CPU tensors (64-byte aligned) with random bytes, all
-queued at once, until the last completion.
+*Loop*, the reference: what ``dd bs=64M`` does: one thread writes, then reads, one file from end to end in 64 MiB calls
+from and into page-aligned memory. The bytes are random, because storage may treat the zeros that ``dd`` is usually fed
+with specially. *Tier*: leases of ``--lease`` bytes, all queued at once, until the last completion, of tensors that begin
+anywhere in a page at a multiple of 64 bytes, as the C allocator places them, and back into buffers that the tier asked
+for, as the engine does. *fio*, where it is installed: the same 64 MiB calls of one thread, and its usual 16 requests
+of 1 MiB in flight.
 Each reads right after its own write: a virtual disk may have a cache behind it, which no flag here reaches, and which
-makes the same read several times slower when other I/O came between. Both keep their memory from round to round; a
-read into memory that the process has only just got from the kernel is shown apart (``fresh``), for both.
+makes the same read several times slower when other I/O came between. Loop and tier keep their memory from round to
+round; a read into memory that the process has only just got from the kernel is shown apart (``fresh``), for both.
 
-Both use the same flags: direct I/O where the file system has it, so that neither the page cache nor its dirty pages
-stand in for the disk; both files are written once before, because the first write into fresh blocks also pays for the
-file system's own books, and a training run pays that in its first step only. Where there is no direct I/O, the
-reference and the tier both go through the page cache, the writes end with fsync, and the cached pages are dropped
-before the reads. Rounds alternate between the two, so that a slow minute of a shared disk hits both.
+All use the same flags: direct I/O where the file system has it, so that neither the page cache nor its dirty pages
+stand in for the disk; all files are written once before, because the first write into fresh blocks also pays for the
+file system's own books, and a training run pays that in its first step only. Where there is no direct I/O, all go
+through the page cache, the writes end with fsync, and the cached pages are dropped before the reads. Rounds go through
+all of them in turn, and who begins alternates, so that a slow minute of a shared disk hits all.
 
 Overlap: matrix products in the main thread, one lease written after each, as a forward does. The timeline holds when
 compute was busy and when a worker was; the numbers are the lengths of these sets and of their intersection.
@@ -25,46 +27,36 @@ compute was busy and when a worker was; the numbers are the lengths of these set
 from __future__ import annotations
 
 import argparse
+import collections
+import itertools
 import json
 import mmap
 import os
 import platform
+import shutil
 import statistics
+import subprocess
+import tempfile
 import time
 from pathlib import Path
 
 import torch
 
-from hyper_parallel.config import parse_bytes
+from hyper_parallel.config import SwapConfig, parse_bytes
 from hyper_parallel.core.activation_checkpoint.far.disk import DiskTier
-from hyper_parallel.core.activation_checkpoint.far.host import HostBudget
+from hyper_parallel.core.activation_checkpoint.far.disk_workers import DiskCompletion
+from hyper_parallel.core.activation_checkpoint.far.memory import FarMemory
 from hyper_parallel.core.activation_checkpoint.far.tier import Lease
+from hyper_parallel.platform.torch.activation_checkpoint.devices import HostBackend
 
 MIB = 2**20
+PAGE = 4096
+FIO_OPTIONS = {
+    "fio_64M": ("--bs=64M", "--ioengine=psync"),
+    "fio_1M_x16": ("--bs=1M", "--ioengine=libaio", "--iodepth=16"),
+}
 CALL_BYTES = 64 * MIB
 TARGET = 0.8
-
-
-class CpuBackend:
-    """The CPU as a device: what was called has happened."""
-
-    name = "cpu"
-    is_host_memory = True
-
-    def current_stream(self) -> None:
-        return None
-
-    def wait_event(self, stream: None, event: None) -> None:
-        return None
-
-    def event_is_done(self, event: None) -> bool:
-        return True
-
-    def synchronize_event(self, event: None) -> None:
-        return None
-
-    def host_view(self, flat: torch.Tensor) -> memoryview:
-        return memoryview(flat.numpy())
 
 
 class Reference:
@@ -77,7 +69,7 @@ class Reference:
         if direct:
             self._fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_DIRECT)
         os.posix_fallocate(self._fd, 0, nbytes)
-        self._memory = memoryview(mmap.mmap(-1, nbytes))
+        self._memory = private_memory(nbytes)
         for offset in range(0, nbytes, CALL_BYTES):
             self._memory[offset : offset + CALL_BYTES] = os.urandom(CALL_BYTES)
 
@@ -98,59 +90,90 @@ class Reference:
         return time.perf_counter() - began
 
     def read_fresh_s(self) -> float:
-        memory = memoryview(mmap.mmap(-1, self.nbytes))
-        for offset in range(0, self.nbytes, 4096):
-            memory[offset] = 1
-        return self.read_s(memory)
+        return self.read_s(private_memory(self.nbytes))
 
 
 class Tier:
-    """The disk tier under the same load, from ordinary tensors."""
+    """Far memory with a disk and nothing else, called as a record of the engine calls it."""
 
     def __init__(self, directory: str, nbytes: int, lease_bytes: int) -> None:
-        self.backend = CpuBackend()
-        self.tier = DiskTier(directory, limit_bytes=None, budget=HostBudget(2**30))
-        self.sources = [torch.randint(0, 256, (lease_bytes,), dtype=torch.uint8) for _ in range(nbytes // lease_bytes)]
+        self.backend = HostBackend()
+        self.far = FarMemory(SwapConfig(tiers=("disk",), disk_path=directory))
+        (self.disk,) = (tier for tier in self.far._tiers if isinstance(tier, DiskTier))
+        blocks = [torch.randint(0, 256, (lease_bytes + PAGE,), dtype=torch.uint8) for _ in range(nbytes // lease_bytes)]
+        self.sources = [block[at : at + lease_bytes] for block, at in zip(blocks, itertools.cycle(range(0, PAGE, 64)))]
         self.targets: list[torch.Tensor] = []
         self.leases: list[Lease] = []
-
-    def lend(self) -> None:
         for source in self.sources:
-            lease = self.tier.reserve(self.backend, len(source))
+            lease = self.far.reserve(self.backend, len(source))
             assert isinstance(lease, Lease), f"the file system refused {len(source)} bytes: {lease}"
             self.leases.append(lease)
 
+    @property
+    def is_direct(self) -> bool:
+        return self.disk.is_direct
+
+    def write(self, number: int) -> DiskCompletion:
+        end = self.far.write(self.leases[number], self.sources[number], backend=self.backend, stream=None, ready=None)
+        assert isinstance(end, DiskCompletion)
+        return end
+
     def write_s(self) -> float:
         began = time.perf_counter()
-        ends = [
-            self.tier.write(lease, source, backend=self.backend, stream=None, ready=None)
-            for lease, source in zip(self.leases, self.sources)
-        ]
-        for end in ends:
+        for end in [self.write(number) for number in range(len(self.leases))]:
             end.wait()
-        if not self.tier.is_direct:
-            os.fsync(self.tier._file._fd)
+        if not self.is_direct:
+            os.fsync(self.disk._file._fd)
         return time.perf_counter() - began
 
     def read_fresh_s(self) -> float:
-        self.targets = [torch.ones_like(source) for source in self.sources]
+        self.targets.clear()
         return self.read_s()
 
     def read_s(self) -> float:
-        drop_cache(self.tier._file._fd)
-        targets = self.targets
+        drop_cache(self.disk._file._fd)
         began = time.perf_counter()
+        self.targets = self.targets or [self.far.allocate(self.backend, lease) for lease in self.leases]
         ends = [
-            self.tier.read(lease, target, backend=self.backend, stream=None, ready=None)
-            for lease, target in zip(self.leases, targets)
+            self.far.read(lease, target, backend=self.backend, stream=None, ready=None)
+            for lease, target in zip(self.leases, self.targets)
         ]
         for end in ends:
             end.wait()
         seconds = time.perf_counter() - began
-        for source, target in zip(self.sources, targets):
+        for source, target in zip(self.sources, self.targets):
             assert torch.equal(source, target), "the tier returned other bytes"
             target.zero_()
         return seconds
+
+    def close(self) -> None:
+        for lease in self.leases:
+            self.far.release(lease, None)
+        self.far.close()
+
+
+class Fio:
+    """The benchmark that everybody knows, on a file of the same size."""
+
+    def __init__(self, directory: str, nbytes: int, direct: bool, *options: str) -> None:
+        self._file = tempfile.NamedTemporaryFile(dir=directory, prefix="fio-")  # noqa: SIM115 - lives as long as this
+        self._command = ["fio", "--name=all", f"--filename={self._file.name}", f"--size={nbytes}"]
+        self._command += [f"--direct={int(direct)}", "--end_fsync=1", "--output-format=json", *options]
+        self.nbytes = nbytes
+
+    def write_s(self) -> float:
+        return self._seconds("write")
+
+    def read_s(self) -> float:
+        return self._seconds("read")
+
+    def _seconds(self, way: str) -> float:
+        done = subprocess.run([*self._command, f"--rw={way}"], check=True, capture_output=True, text=True)
+        return self.nbytes / float(json.loads(done.stdout)["jobs"][0][way]["bw_bytes"])
+
+
+def private_memory(nbytes: int) -> memoryview:
+    return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def drop_cache(fd: int) -> None:
@@ -158,37 +181,41 @@ def drop_cache(fd: int) -> None:
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def ratio(rates: dict[str, float], way: str) -> float:
-    return rates[f"tier_{way}"] / rates[f"loop_{way}"]
+def ratios(rates: dict[str, float], reference: str) -> dict[str, float]:
+    ways = ("write", "read", "read_fresh")
+    return {way: rates[f"tier_{way}"] / rates[f"{reference}_{way}"] for way in ways if f"{reference}_{way}" in rates}
 
 
 def throughput(directory: str, nbytes: int, lease_bytes: int, rounds: int) -> dict[str, object]:
     tier = Tier(directory, nbytes, lease_bytes)
-    tier.lend()
-    reference = Reference(directory, nbytes, tier.tier.is_direct)
-    first = {"loop_write": nbytes / reference.write_s() / 1e9, "tier_write": nbytes / tier.write_s() / 1e9}
-    fresh = {}
-    for name, one in (("loop_read", reference), ("tier_read", tier)):
-        one.write_s()
-        fresh[name] = nbytes / one.read_fresh_s() / 1e9
-    samples: dict[str, list[float]] = {name: [] for name in ("loop_write", "loop_read", "tier_write", "tier_read")}
+    contestants: dict[str, Reference | Tier | Fio] = {
+        "loop": Reference(directory, nbytes, tier.is_direct),
+        "tier": tier,
+    }
+    if shutil.which("fio"):
+        for name, options in FIO_OPTIONS.items():
+            contestants[name] = Fio(directory, nbytes, tier.is_direct, *options)
+    first = {f"{name}_write": nbytes / one.write_s() / 1e9 for name, one in contestants.items()}
+    samples: dict[str, list[float]] = collections.defaultdict(list)
     for number in range(rounds):
         # Who goes first alternates: the second finds whatever the first left in caches behind the disk.
-        for kind, one in (("loop", reference), ("tier", tier))[:: 1 if number % 2 else -1]:
-            samples[f"{kind}_write"].append(nbytes / one.write_s() / 1e9)
-            samples[f"{kind}_read"].append(nbytes / one.read_s() / 1e9)
-    tier.tier.close()
+        for name, one in list(contestants.items())[:: 1 if number % 2 else -1]:
+            samples[f"{name}_write"].append(nbytes / one.write_s() / 1e9)
+            if not isinstance(one, Fio):
+                samples[f"{name}_read_fresh"].append(nbytes / one.read_fresh_s() / 1e9)
+            samples[f"{name}_read"].append(nbytes / one.read_s() / 1e9)
+    tier.close()
     median = {name: statistics.median(values) for name, values in samples.items()}
     best = {name: max(values) for name, values in samples.items()}
+    references = [name for name in contestants if name != "tier"]
     return {
-        "direct_io": tier.tier.is_direct,
+        "direct_io": tier.is_direct,
         "first_write_GB_per_s": first,
-        "fresh_memory_read_GB_per_s": fresh,
         "samples_GB_per_s": samples,
         "median_GB_per_s": median,
         "best_GB_per_s": best,
-        "ratio_of_medians": {way: ratio(median, way) for way in ("write", "read")},
-        "ratio_of_bests": {way: ratio(best, way) for way in ("write", "read")},
+        "ratio_of_medians": {name: ratios(median, name) for name in references},
+        "ratio_of_bests": {name: ratios(best, name) for name in references},
         "target": TARGET,
     }
 
@@ -214,7 +241,6 @@ def intersection(one: list[tuple[float, float]], other: list[tuple[float, float]
 
 def overlap(directory: str, nbytes: int, lease_bytes: int) -> dict[str, object]:
     tier = Tier(directory, nbytes, lease_bytes)
-    tier.lend()
     tier.write_s()
     alone_io_ms = tier.write_s() * 1e3
     torch.set_num_threads(1)  # one core computes; a worker's system calls use another
@@ -233,18 +259,18 @@ def overlap(directory: str, nbytes: int, lease_bytes: int) -> dict[str, object]:
     alone_ms = length_ms([compute(products) for _ in tier.leases])
     began = time.perf_counter()
     computing, ends = [], []
-    for lease, source in zip(tier.leases, tier.sources):
+    for number in range(len(tier.leases)):
         computing.append(compute(products))
-        ends.append(tier.tier.write(lease, source, backend=tier.backend, stream=None, ready=None))
+        ends.append(tier.write(number))
     for end_of in ends:
         end_of.wait()
     total_ms = (time.perf_counter() - began) * 1e3
-    tier.tier._workers.wait_until_idle()
+    tier.disk._workers.wait_until_idle()
     writing = covered([(one.start_us, one.end_us) for one in ends])
     computing = covered(computing)
     hidden_ms = length_ms(intersection(computing, writing))
     origin = computing[0][0]
-    tier.tier.close()
+    tier.close()
     return {
         "compute_alone_ms": alone_ms,
         "io_alone_ms": alone_io_ms,
@@ -283,7 +309,7 @@ def main() -> None:
     if not 0 < lease_bytes <= nbytes or nbytes % lease_bytes:
         parser.error(f"--size ({nbytes} in whole 64 MiB) must be a multiple of --lease ({lease_bytes})")
     result: dict[str, object] = {
-        "schema": 1,
+        "schema": 2,
         "command": f"benchmarks/disk_tier.py --size {nbytes} --lease {lease_bytes} --rounds {arguments.rounds}",
         "machine": {
             "kernel": platform.release(),
@@ -297,12 +323,11 @@ def main() -> None:
     }
     print(f"direct I/O: {rates['direct_io']}; {arguments.rounds} rounds, GB/s:")
     for name, value in sorted(rates["median_GB_per_s"].items()):  # type: ignore[attr-defined]
-        print(f"  {name:12s} median {value:6.2f}   best {rates['best_GB_per_s'][name]:6.2f}")  # type: ignore[index]
-    for name, value in rates["fresh_memory_read_GB_per_s"].items():  # type: ignore[attr-defined]
-        print(f"  {name:12s} {value:6.2f}  into fresh memory, once")
+        print(f"  {name:17s} median {value:6.2f}   best {rates['best_GB_per_s'][name]:6.2f}")  # type: ignore[index]
     for kind in ("medians", "bests"):
-        for way, value in rates[f"ratio_of_{kind}"].items():  # type: ignore[attr-defined]
-            print(f"  tier / reference, {way}, {kind}: {value:.0%} (target {TARGET:.0%})")
+        for name, ways in rates[f"ratio_of_{kind}"].items():  # type: ignore[attr-defined]
+            shares = ", ".join(f"{way} {value:.0%}" for way, value in ways.items())
+            print(f"  tier / {name}, {kind}: {shares} (target {TARGET:.0%})")
     print(
         f"overlap: compute {hiding['compute_busy_ms']:.0f} ms (alone {hiding['compute_alone_ms']:.0f}), "
         f"I/O {hiding['io_busy_ms']:.0f} ms (alone {hiding['io_alone_ms']:.0f}), "

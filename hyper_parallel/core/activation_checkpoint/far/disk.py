@@ -32,7 +32,7 @@ from typing import Final, NamedTuple
 
 from hyper_parallel.core.activation_checkpoint.border import Completion, DeviceBackend, Event, FlatBytes, Stream
 from hyper_parallel.core.activation_checkpoint.far.arena import Arena, Span
-from hyper_parallel.core.activation_checkpoint.far.disk_file import BLOCK_BYTES, SwapFile, copy_bytes
+from hyper_parallel.core.activation_checkpoint.far.disk_file import BLOCK_BYTES, SwapFile, copy_bytes, residue_of
 from hyper_parallel.core.activation_checkpoint.far.disk_workers import (
     WAIT_LIMIT_S,
     Direction,
@@ -139,6 +139,14 @@ class DiskTier:
         self._submit(place, job)
         return completion
 
+    def residue_bytes(self, lease: Lease) -> int | None:
+        """How far after a block's first address a host buffer must begin for ``read`` to fill it without a copy.
+
+        None while that is not known: nothing was written yet, or not from host memory.
+        """
+        place: _Place = lease.place
+        return place.residue_bytes
+
     def release(self, lease: Lease, after: Completion | None) -> None:
         """Take the room back once ``after`` is done and no worker uses it. Takes no lock it could already hold."""
         lease.place.is_released = True
@@ -208,7 +216,7 @@ class DiskTier:
     def _has_staging(self, backend: DeviceBackend) -> bool:
         key = (type(backend), backend.name)
         if key not in self._staging:
-            nbytes = 2 * STAGING_BYTES * self._workers.num_workers
+            nbytes = (2 * STAGING_BYTES + BLOCK_BYTES) * self._workers.num_workers
             if not self._budget.charge(nbytes):
                 return False
             try:
@@ -272,6 +280,7 @@ class DiskTier:
     def _write_in_place(self, copy: _Copy, completion: DiskCompletion) -> None:
         copy.backend.synchronize_event(copy.ready)
         view = copy.backend.host_view(copy.flat)
+        copy.place.residue_bytes = residue_of(view)
         for piece in copy.place.pieces(PIECE_BYTES):
             part = view[piece.start : piece.start + piece.nbytes]
             # On failure the source itself is what is kept: it is host memory, and nobody changes a saved value.
@@ -379,7 +388,7 @@ class _Piece(NamedTuple):
 class _Place:
     """Where the bytes of a lease are. ``state``, ``num_jobs`` and ``waiting`` belong to the tier's lock."""
 
-    __slots__ = ("_nbytes", "is_released", "kept", "num_jobs", "phases", "spans", "state", "waiting")
+    __slots__ = ("_nbytes", "is_released", "kept", "num_jobs", "phases", "residue_bytes", "spans", "state", "waiting")
 
     def __init__(self, spans: tuple[Span, ...], nbytes: int) -> None:
         self.spans = spans
@@ -388,6 +397,7 @@ class _Place:
         self.num_jobs = 0
         self.waiting: list[Job] = []
         self.is_released = False
+        self.residue_bytes: int | None = None  # of a source in host memory, once a worker saw it
         self.phases: dict[int, int] = {}  # by a piece's start; see disk_file.py
         self.kept: dict[int, memoryview] = {}  # by a piece's start: bytes that the file refused
 
@@ -435,8 +445,10 @@ class _StagingPool:
         self._pairs: queue.SimpleQueue[tuple[_Buffer, _Buffer]] = queue.SimpleQueue()
         for _ in range(num_pairs):
             flat = backend.allocate_host(nbytes // num_pairs, pinned=True)
-            half = nbytes // num_pairs // 2
-            self._pairs.put((_Buffer(flat[:half]), _Buffer(flat[half:])))
+            # Any buffer may read what any other wrote, so all begin at a block's first address (see disk_file.py).
+            start = -residue_of(backend.host_view(flat)) % BLOCK_BYTES
+            first, second = start, start + STAGING_BYTES
+            self._pairs.put((_Buffer(flat[first:second]), _Buffer(flat[second : second + STAGING_BYTES])))
 
     @contextlib.contextmanager
     def pair(self) -> Iterator[tuple[_Buffer, _Buffer]]:

@@ -17,6 +17,8 @@ likes. Direct I/O avoids all that but wants memory, offset and length aligned, a
 So a range is stored with its bytes rotated: first those from the first aligned *address* on, straight from where they
 are; then the few before and after, which pass through a small aligned buffer in the same call. ``phase`` is the number
 of bytes before. A reader whose memory has the same phase reads in place too; any other goes through a larger buffer.
+Whoever makes the reader's memory can see to that: ``residue_of`` the source says where it lay, and memory that begins
+as far after a page has the same phase.
 (A buffered write of those few bytes would be simpler, and takes the file's lock against all direct ones beside it.)
 """
 
@@ -39,7 +41,7 @@ from typing import Final, NoReturn, TypeAlias
 
 from hyper_parallel.errors import DiskTierError
 
-__all__ = ["BLOCK_BYTES", "SwapFile"]
+__all__ = ["BLOCK_BYTES", "SwapFile", "aligned_memory", "copy_bytes", "residue_of"]
 
 BLOCK_BYTES: Final = 4096  # ranges of the file start at multiples of it; a multiple of every block size in use
 BOUNCE_BYTES: Final = 4 * 2**20
@@ -144,7 +146,7 @@ class SwapFile:
 
     def _buffer(self) -> memoryview:
         if not hasattr(self._of_thread, "buffer"):
-            self._of_thread.buffer = memoryview(mmap.mmap(-1, BOUNCE_BYTES + 2 * BLOCK_BYTES))
+            self._of_thread.buffer = aligned_memory(BOUNCE_BYTES + 2 * BLOCK_BYTES)
         buffer: memoryview = self._of_thread.buffer
         return buffer
 
@@ -208,7 +210,7 @@ class SwapFile:
             fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
         except OSError:
             return None
-        buffer = memoryview(mmap.mmap(-1, 3 * BLOCK_BYTES))
+        buffer = aligned_memory(3 * BLOCK_BYTES)
         try:
             for alignment in (64, 512, BLOCK_BYTES):
                 # This address is a multiple of the alignment and of nothing larger.
@@ -244,6 +246,28 @@ def remove_leftovers(directory: str) -> list[str]:
         finally:
             os.close(fd)
     return removed
+
+
+def residue_of(view: memoryview) -> int:
+    """How far after a block's first address ``view`` begins."""
+    return _address(view) % BLOCK_BYTES
+
+
+def aligned_memory(nbytes: int, *, residue_bytes: int = 0) -> memoryview:
+    """Fresh host memory that begins ``residue_bytes`` after a block's first address; ``MemoryError`` when there is none.
+
+    It is a mapping of its own: it leaves the process when the last view of it goes, whatever the C allocator would
+    keep. In huge pages, where the kernel gives them on request, a direct call is a few large requests to the disk; in
+    small ones it is cut where a request has as many pieces as the disk takes.
+    """
+    try:
+        # Private, not the default: shared memory has a file of its own behind it, and seldom huge pages.
+        block = mmap.mmap(-1, residue_bytes + nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"the host refused {nbytes} bytes ({error.strerror})") from error
+    with contextlib.suppress(AttributeError, OSError):  # a kernel or system without huge pages
+        block.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(block)[residue_bytes:]
 
 
 def copy_bytes(destination: memoryview, source: memoryview) -> None:

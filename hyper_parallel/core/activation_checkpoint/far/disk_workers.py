@@ -21,7 +21,7 @@ from hyper_parallel.errors import DiskTierError
 
 __all__ = ["DiskCompletion", "Direction", "Job", "Workers"]
 
-NUM_WORKERS: Final = 4
+NUM_WORKERS: Final = 2  # one large direct call is many requests already; four readers were slower than two
 QUEUE_BYTES: Final = 256 * 2**20
 WAIT_LIMIT_S: Final = 120.0
 _LOOK_EVERY_S: Final = 0.5  # how often a waiting thread looks whether those it waits for still live

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import threading
 import zlib
+from typing import Protocol, runtime_checkable
 
 from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.border import Completion, DeviceBackend, Event, FlatBytes, Stream
@@ -23,7 +24,15 @@ from hyper_parallel.core.activation_checkpoint.far.process_memory import default
 from hyper_parallel.core.activation_checkpoint.far.tier import Lease, Refusal, Tier, TierStatistics
 from hyper_parallel.errors import CorruptDataError, DiskTierError
 
-__all__ = ["FarMemory", "Overflow"]
+__all__ = ["FarMemory", "Overflow", "PlacesBytes"]
+
+
+@runtime_checkable
+class PlacesBytes(Protocol):
+    """A backend whose device is host memory, and which can say where in a page a buffer begins."""
+
+    def allocate_at(self, nbytes: int, *, residue_bytes: int) -> FlatBytes:
+        """Uninitialised bytes that begin ``residue_bytes`` after a page's first address, storage and all."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +83,13 @@ class FarMemory:
             backend.synchronize_event(ready)
             lease.checksum = _checksum(source, lease.nbytes, backend, stream)
         return lease.tier.write(lease, source, backend=backend, stream=stream, ready=ready)
+
+    def allocate(self, backend: DeviceBackend, lease: Lease) -> FlatBytes:
+        """Uninitialised device bytes for :meth:`read`, placed where the lease's tier fills them without a copy."""
+        residue_bytes = lease.tier.residue_bytes(lease) if isinstance(lease.tier, DiskTier) else None
+        if residue_bytes is None or not isinstance(backend, PlacesBytes):
+            return backend.allocate(lease.nbytes)
+        return backend.allocate_at(lease.nbytes, residue_bytes=residue_bytes)
 
     def read(
         self, lease: Lease, target: FlatBytes, *, backend: DeviceBackend, stream: Stream, ready: Event

@@ -12,6 +12,7 @@ import torch
 
 from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.border import DeviceBackend, Event, FlatBytes, Stream
+from hyper_parallel.core.activation_checkpoint.far.disk_file import aligned_memory
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import CaptureError
 from hyper_parallel.platform.torch.activation_checkpoint.storages import unseen
@@ -20,6 +21,8 @@ __all__ = ["AcceleratorBackend", "HostBackend", "backend_for", "profiler_range",
 
 
 _TRIM_EVERY_BYTES: Final = 32 * 2**20
+_MAP_FROM_BYTES: Final = 2**20
+_TENSOR_RESIDUE_BYTES: Final = 64  # where torch's own tensors begin in a page, if the C allocator mapped them
 
 
 class AcceleratorBackend:
@@ -165,8 +168,14 @@ class HostBackend:
 
     def allocate(self, nbytes: int) -> FlatBytes:
         """See the border."""
+        return self.allocate_at(nbytes, residue_bytes=_TENSOR_RESIDUE_BYTES)
+
+    def allocate_at(self, nbytes: int, *, residue_bytes: int) -> FlatBytes:
+        """Bytes in a mapping of their own, so that a file is read straight into them and dropping them frees them."""
         with torch._C._DisableTorchDispatch():
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            if nbytes < _MAP_FROM_BYTES:  # a small copy costs less than a mapping
+                return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            return torch.frombuffer(aligned_memory(nbytes, residue_bytes=residue_bytes), dtype=torch.uint8)
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """See the border."""
