@@ -129,6 +129,8 @@ class PlanError(HyperParallelError):
 class BudgetTooSmallError(PlanError):
     """No plan fits the budget."""
 
+    smallest_peak_bytes: int | None = None  # the smallest peak that was found, where one was
+
 
 class SwapStateWarning(UserWarning):
     """An explicit swap call arrived in the wrong state; it changed nothing."""

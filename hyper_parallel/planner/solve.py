@@ -13,6 +13,7 @@ played is bounded, so the same question has the same answer on any machine.
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
@@ -23,10 +24,12 @@ from hyper_parallel.planner.timeline import Simulator, Timeline
 
 __all__ = ["Answer", "Solver"]
 
-MOST_BLOCKS_PLAYED: Final = 150_000
+MOST_BLOCKS_PLAYED: Final = 120_000
 _STARTS: Final = 4
 _PAIRS: Final = 40
 _SWAP_COUNTS: Final = 8
+_KICK: Final = 3
+_MISSES: Final = 8
 
 Key = tuple[float, float, float, float]
 
@@ -84,7 +87,7 @@ class Solver:
         best = starts[0]
         for start in _distinct(starts, _STARTS):
             best = min(best, self._descend(start, budget), key=lambda answer: answer.key(budget))
-        return best
+        return self._kick(best, budget)
 
     def smallest(self) -> Answer:
         """The smallest peak found, whatever it costs."""
@@ -165,8 +168,23 @@ class Solver:
 
     # ------------------------------------------------------------------ search
 
-    def _descend(self, answer: Answer, budget: int) -> Answer:
-        step = max(1, max(map(len, self.space.rows.values())) // 4)
+    def _kick(self, best: Answer, budget: int) -> Answer:
+        """Leave the best answer by a few moves at random and descend again, until that no longer helps."""
+        dice = random.Random(0)
+        misses = 0
+        while misses < _MISSES and self._left > 0:
+            solution = best.solution
+            for _ in range(_KICK):
+                solution = dice.choice(list(self.space.moves(solution, dice.choice((1, 2, 4)))))(solution)
+            answer = self._descend(self.play(solution), budget, step=2)
+            misses += 1
+            if answer.key(budget) < best.key(budget):
+                best, misses = answer, 0
+        return best
+
+    def _descend(self, answer: Answer, budget: int, *, step: int | None = None) -> Answer:
+        if step is None:
+            step = max(1, max(map(len, self.space.rows.values())) // 4)
         while self._left > 0:
             better = self._sweep(answer, budget, step)
             if better is None and step == 1:
