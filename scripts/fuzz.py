@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
 import dataclasses
 import json
 import multiprocessing
-import multiprocessing.connection
 import os
 import pathlib
 import platform
@@ -24,14 +22,14 @@ import sys
 import time
 from typing import Any
 
+from crew import Worker, judged
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CHUNK = 50  # programs per unit of work, and of resumption
 SHRINK_TRIES = 600
 MOST_SHRUNK = 3  # failures of one kind that each process shrinks; the rest is written as it is
 FAILURES = ("mismatch", "crash")
 LIMIT_S = 120.0  # for one program; a hang is a failure like any other
-START_S = 180.0  # for a process to import everything and find its device
-END_S = 10.0  # for a process to end when it is told to, or killed
 
 
 # ------------------------------------------------------------------ the worker
@@ -134,9 +132,9 @@ class Summary:
         """Count one finished chunk."""
         for reply in replies:
             self.programs += 1
-            self.seconds += reply["seconds"]
+            self.seconds += reply.get("seconds", 0.0)  # a process that was lost tells no more than that
             self.kinds[reply["kind"]] += 1
-            self.features.update(reply["features"])
+            self.features.update(reply.get("features", ()))
             if reply["kind"] == "refused":
                 self.refusals.append({"number": reply["number"], "detail": reply["detail"]})
         self.done += [[reply["number"], reply["number"]] for reply in replies]
@@ -171,80 +169,7 @@ def _versions(device: str) -> dict[str, str]:
     return versions
 
 
-# ------------------------------------------------------------------ the crew
-
-
-class Worker:
-    """A process that judges one program at a time. One that dies or hangs is a result, and is replaced."""
-
-    def __init__(self, arguments: tuple[Any, ...], *, limit_s: float = LIMIT_S, target: Any = work) -> None:
-        self._arguments = arguments
-        self._limit_s = limit_s
-        self._target = target
-        self.todo: collections.deque[int] = collections.deque()
-        self.replies: list[dict[str, Any]] = []
-        self.number = -1
-        self.start()
-
-    def start(self) -> None:
-        """A fresh process."""
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=self._target, args=(theirs, *self._arguments), daemon=True)
-        self.process.start()
-        theirs.close()
-        self._has_answered = False
-
-    def take(self, numbers: list[int]) -> None:
-        """A new chunk."""
-        self.replies, self.todo = [], collections.deque(numbers)
-        self.next()
-
-    def next(self) -> None:
-        """Send the next program."""
-        self.number = self.todo.popleft()
-        self.since = time.monotonic()
-        with contextlib.suppress(OSError):  # a process that died between two programs is noticed by `answer`
-            self.connection.send(self.number)
-
-    def answer(self) -> dict[str, Any] | None:
-        """The reply of the program that runs, a failure when its process died or hangs; None while it runs."""
-        try:
-            if self.connection.poll():
-                reply: dict[str, Any] = self.connection.recv()
-                self._has_answered = True
-                return reply
-        except (EOFError, ConnectionResetError):
-            return self._lost("the process died")
-        limit_s = self._limit_s + (0.0 if self._has_answered else START_S)
-        return self._lost(f"no answer after {limit_s:.0f} s") if time.monotonic() - self.since > limit_s else None
-
-    def _lost(self, why: str) -> dict[str, Any]:
-        # It may have closed its pipe and still hang at its end, so it is killed in any case; and a process inside a driver's
-        # call may outlive even that, so nobody waits for it without a limit.
-        self.process.join(timeout=0.5)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join(timeout=END_S)
-        code = self.process.exitcode
-        self.start()
-        return {
-            "number": self.number,
-            "kind": "crash",
-            "detail": f"{why}, exit code {code}",
-            "features": (),
-            "seconds": 0.0,
-            "script": None,
-        }
-
-    def end(self) -> None:
-        """No more work."""
-        with contextlib.suppress(OSError):
-            self.connection.send(None)
-        self.process.join(timeout=END_S)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join(timeout=END_S)
+# ------------------------------------------------------------------ the run
 
 
 def run(options: argparse.Namespace) -> Summary:
@@ -271,46 +196,29 @@ def run(options: argparse.Namespace) -> Summary:
     console = Console(stderr=True)
     shrink_s = 0.0 if options.no_shrink else options.limit_s / 2  # the answer must come before the limit
     workers = [
-        Worker((options.seed, options.device, shrink_s), limit_s=options.limit_s)
+        Worker((options.seed, options.device, shrink_s), limit_s=options.limit_s, target=work)
         for _ in range(min(options.jobs, len(chunks)))
     ]
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("programs", total=options.programs, completed=summary.programs)
-        busy = []
-        for worker in workers:
-            worker.take(chunks.popleft())
-            busy.append(worker)
-        while busy:
-            multiprocessing.connection.wait([worker.connection for worker in busy], timeout=1.0)
-            for worker in list(busy):
-                reply = worker.answer()
-                if reply is None:
-                    continue
-                worker.replies.append(reply)
-                progress.advance(task)
-                if reply["kind"] in FAILURES:
-                    _note_failure(summary, reply, options)
-                    console.print(
-                        f"[red]program {reply['number']}[/]: {reply['detail'].splitlines()[-1][:150]}", highlight=False
-                    )
-                    progress.update(task, description=f"[red]{len(summary.failures)} mismatches[/]")
-                if worker.todo:
-                    worker.next()
-                    continue
+        for worker, reply, is_last in judged(workers, chunks):
+            progress.advance(task)
+            if reply["kind"] in FAILURES:
+                _note_failure(summary, reply, options)
+                console.print(
+                    f"[red]program {reply['number']}[/]: {reply['detail'].splitlines()[-1][:150]}", highlight=False
+                )
+                progress.update(task, description=f"[red]{len(summary.failures)} mismatches[/]")
+            if is_last:
                 summary.add(worker.replies)
                 summary.write(options.output)
-                if chunks:
-                    worker.take(chunks.popleft())
-                else:
-                    worker.end()
-                    busy.remove(worker)
     return summary
 
 
 def _note_failure(summary: Summary, reply: dict[str, Any], options: argparse.Namespace) -> None:
     folder = options.output.with_suffix("")
     path = None
-    if reply["script"] is not None:
+    if reply.get("script") is not None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"program_{options.seed}_{reply['number']}.py"
         path.write_text(reply["script"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import importlib.util
 import multiprocessing.connection
 import pathlib
 import subprocess
@@ -23,17 +22,13 @@ _LIMIT_S = 60.0
 
 
 @pytest.fixture
-def fuzz(monkeypatch: pytest.MonkeyPatch) -> Any:
-    # By path: the command has the name of the package that it runs.
-    spec = importlib.util.spec_from_file_location("fuzz_command", _ROOT / "scripts" / "fuzz.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "fuzz_command", module)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "END_S", 1.0)
-    monkeypatch.setattr(module, "START_S", 30.0)
-    return module
+def crew(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(_ROOT / "scripts"))
+    import crew
+
+    monkeypatch.setattr(crew, "END_S", 1.0)
+    monkeypatch.setattr(crew, "START_S", 30.0)
+    return crew
 
 
 def answers_of(worker: Any, numbers: list[int]) -> list[Any]:
@@ -51,8 +46,8 @@ def answers_of(worker: Any, numbers: list[int]) -> list[Any]:
     return replies
 
 
-def test_a_worker_that_hangs_or_dies_is_a_failure_and_is_replaced(fuzz: Any) -> None:
-    worker = fuzz.Worker((), limit_s=2.0, target=strange_worker)
+def test_a_worker_that_hangs_or_dies_is_a_failure_and_is_replaced(crew: Any) -> None:
+    worker = crew.Worker((), limit_s=2.0, target=strange_worker)
     first = worker.process.pid
     replies = answers_of(worker, [0, 1, 0, 2, 0, 3, 0])
     assert [reply["kind"] for reply in replies] == ["equal", "crash", "equal", "crash", "equal", "crash", "equal"]

@@ -101,7 +101,7 @@ def _data_bytes(path: Path, header: bytes) -> int:
         return max(
             (int(entry["data_offsets"][1]) for name, entry in entries.items() if name != "__metadata__"), default=0
         )
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         raise _foreign(path) from error
 
 

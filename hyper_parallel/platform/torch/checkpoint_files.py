@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import struct
 import warnings
 import zipfile
 from collections.abc import Mapping
@@ -131,20 +132,48 @@ def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             tensors: dict[str, torch.Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            aliases = json.loads((file.metadata() or {}).get(_ALIASES, "{}"))
+            aliases = (file.metadata() or {}).get(_ALIASES, "{}")
     except SafetensorError as error:
         raise CheckpointFileError(f"load_checkpoint: cannot read {path}; because {error}; save it again") from error
-    return tensors | {name: tensors[first] for name, first in aliases.items()}
+    return tensors | _aliased(path, tensors, aliases)
+
+
+def _aliased(path: Path, tensors: Mapping[str, torch.Tensor], text: str) -> dict[str, torch.Tensor]:
+    """The other names of tied weights, out of the file's metadata."""
+    try:
+        aliases = json.loads(text)
+        return {name: tensors[first] for name, first in aliases.items()}
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
+        raise CheckpointFileError(
+            f"load_checkpoint: cannot read {path}; because its list of tied weights is broken ({type(error).__name__}: "
+            f"{str(error)[:200]}); save it again"
+        ) from error
+
+
+def _check_archive(path: Path) -> None:
+    """Raise for an archive that is cut off, damaged, or larger inside than outside: torch compresses nothing."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        looks_zipped = file.read(2) == b"PK"
+    if size and not looks_zipped:
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            inside = sum(info.file_size for info in archive.infolist())
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, struct.error) as error:
+        raise CheckpointFileError(
+            f"load_checkpoint: cannot read {path}; because it is truncated: the end of the archive is missing or damaged "
+            f"({size} bytes; {error}); copy or save it again"
+        ) from error
+    if inside > size:
+        raise CheckpointFileError(
+            f"load_checkpoint: cannot read {path}; because it is no torch file: its {size} bytes would unpack to {inside}; "
+            f"save it again without compression"
+        )
 
 
 def _read_pickled(path: Path) -> dict[str, torch.Tensor]:
-    with path.open("rb") as file:
-        looks_zipped = file.read(2) == b"PK"
-    if path.stat().st_size == 0 or (looks_zipped and not zipfile.is_zipfile(path)):
-        raise CheckpointFileError(
-            f"load_checkpoint: cannot read {path}; because it is truncated: the end of the archive is missing "
-            f"({path.stat().st_size} bytes); copy or save it again"
-        )
+    _check_archive(path)
     try:
         with warnings.catch_warnings():
             # A pickle of another protocol is either read or refused below; which one it is needs no warning before.

@@ -1,0 +1,1 @@
+"""Files from others, broken on purpose; and who may read the files that we make."""
