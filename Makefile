@@ -53,6 +53,7 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python scripts/audit.py
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/unit tests/architecture -q -m "not long"
 
 format: install
