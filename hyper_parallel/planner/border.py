@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 from hyper_parallel.errors import UnsupportedMemberError
@@ -56,14 +57,19 @@ class PlannerRoom(Protocol):
     def list_ops(self, model: Model, step: Step, *, blocks: str | Sequence[str] | None) -> OpTable:
         """Every op that a rule can speak of, as one step ran it."""
 
-    def profile_memory(self, model: Model, step: Step, *, blocks: str | Sequence[str] | None, steps: int) -> Profile:
+    def profile_memory(
+        self, model: Model, step: Step, *, blocks: str | Sequence[str] | None, steps: int, is_guarded: bool = False
+    ) -> Profile:
         """Run the step a few times and write down what it is made of."""
 
     def apply_plan(self, model: Model, plan: Plan) -> Any:
         """Put the plan's regions in the place of the model's blocks."""
 
-    def measure_step(self, model: Model, step: Step, *, steps: int) -> StepMeasure:
+    def measure_step(self, model: Model, step: Step, *, steps: int, is_guarded: bool = False) -> StepMeasure:
         """Peak and time of the model as it is now; leaves no trace."""
+
+    def guarded(self, model: Model, *, who: str) -> AbstractContextManager[None]:
+        """One guard around many trial steps: at its end everything they changed is put back."""
 
     def world(self) -> Any:
         """The ranks that must agree; None for one process."""

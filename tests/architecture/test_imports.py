@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "_version": set(),
     "core": {"errors", "config", "core", "platform.platform", "platform.eager"},
     "testing": {"errors", "config", "core", "testing"},
-    "platform": {"errors", "config", "core", "testing", "planner", "platform"},
+    "platform": {"_version", "errors", "config", "core", "testing", "planner", "platform"},
     "planner": {"errors", "config", "planner", "platform.platform"},
     "report": {"errors", "config", "report"},
     "cli": {"errors", "config", "core", "testing", "platform", "planner", "report", "cli", "_version"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import statistics
@@ -10,7 +11,7 @@ from typing import Any
 
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.platform.torch.planner.blocks import device_of, require_module
-from hyper_parallel.platform.torch.planner.meters import meter_for
+from hyper_parallel.platform.torch.planner.meters import Meter, meter_for
 from hyper_parallel.platform.torch.planner.survey import require_step
 from hyper_parallel.platform.torch.planner.trial import no_trace
 
@@ -28,10 +29,13 @@ class StepMeasure:
     exposed_copy_seconds: float
     late_loads: int
     misses: int
+    is_complete: bool = True  # False: the device ran out of memory, and the peak is what it got to
 
 
-def measure_step(model: Any, step: Callable[[], Any], *, steps: int = 3, warmup: int = 2) -> StepMeasure:
-    """Run the step a few times and leave no trace.
+def measure_step(
+    model: Any, step: Callable[[], Any], *, steps: int = 3, warmup: int = 2, is_guarded: bool = False
+) -> StepMeasure:
+    """Run the step a few times and leave no trace; or leave that to a caller who guards the whole.
 
     The first steps pin far memory, make gradients and learn the link; they are not measured. Gradients stay between
     steps, as in a run that accumulates: the larger of two cases.
@@ -41,21 +45,42 @@ def measure_step(model: Any, step: Callable[[], Any], *, steps: int = 3, warmup:
     require_step(step, who)
     device = device_of(model, who)
     meter = meter_for(device, who=who)
-    with no_trace(model, device, who=who):
-        for _ in range(warmup):
-            step()
-        gc.collect()
-        meter.wait()
-        meter.reset_peak()
-        before = SwapManager().stats()
-        times = []
-        for _ in range(steps):
-            start = meter.mark()
-            step()
-            times.append((start, meter.mark()))
-        meter.wait()
-        peak, reserved = meter.peak_bytes(), meter.reserved_bytes()
-        after = SwapManager().stats()
+    try:
+        with contextlib.nullcontext() if is_guarded else no_trace(model, device, who=who):
+            return _measure(step, meter, steps=steps, warmup=warmup)
+    except Exception as error:
+        if not meter.is_out_of_memory(error):
+            raise
+    peak, reserved = meter.peak_bytes(), meter.reserved_bytes()
+    meter.tidy()
+    return StepMeasure(
+        peak_bytes=peak,
+        step_seconds=float("inf"),
+        reserved_bytes=reserved,
+        swapped_out_bytes=0,
+        exposed_copy_seconds=0.0,
+        late_loads=0,
+        misses=0,
+        is_complete=False,
+    )
+
+
+def _measure(step: Callable[[], Any], meter: Meter, *, steps: int, warmup: int) -> StepMeasure:
+    meter.reset_peak()
+    for _ in range(warmup):
+        step()
+    gc.collect()
+    meter.wait()
+    meter.reset_peak()
+    before = SwapManager().stats()
+    times = []
+    for _ in range(steps):
+        start = meter.mark()
+        step()
+        times.append((start, meter.mark()))
+    meter.wait()
+    peak, reserved = meter.peak_bytes(), meter.reserved_bytes()
+    after = SwapManager().stats()
     return StepMeasure(
         peak_bytes=peak,
         step_seconds=statistics.median(meter.seconds(start, end) for start, end in times),

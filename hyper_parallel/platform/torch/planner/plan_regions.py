@@ -18,9 +18,9 @@ from hyper_parallel.planner.plan import BlockPlan, Fate, Plan, RegionPlan
 from hyper_parallel.planner.profile import EngineSettings
 from hyper_parallel.platform.torch.activation_checkpoint.checkpointing import checkpoint
 from hyper_parallel.platform.torch.planner.blocks import BlockRef, fingerprint_of, refuse_wrapped, require_module
+from hyper_parallel.platform.torch.planner.key_values import with_own_cache
 from hyper_parallel.platform.torch.planner.measure import StepMeasure
 from hyper_parallel.platform.torch.planner.regions import Handle, Replacements, op_name, op_overload
-from hyper_parallel.platform.torch.planner.survey import without_cache
 
 __all__ = ["AppliedPlan", "PlannedRegion", "apply_plan"]
 
@@ -49,12 +49,12 @@ class PlannedRegion:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         return checkpoint(
-            function,
+            with_own_cache(function, args, kwargs),
             *args,
             policy_fn=_ByOccurrence(self._fates) if self._fates else None,
             swap_inputs=self._swaps_inputs,
             swap_config=self._settings,
-            **without_cache(kwargs),
+            **kwargs,
         )
 
 

@@ -11,6 +11,7 @@ Order of trials
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import platform
@@ -57,8 +58,15 @@ _FITS_SHARE: Final = 0.9  # of the device: an estimate above this is not tried
 Step = Callable[[], Any]
 
 
-def profile_memory(model: Any, step: Step, *, blocks: str | Sequence[str] | None = None, steps: int = 3) -> Profile:
-    """See ``hyper_parallel.profile_memory``."""
+def profile_memory(
+    model: Any,
+    step: Step,
+    *,
+    blocks: str | Sequence[str] | None = None,
+    steps: int = 3,
+    is_guarded: bool = False,
+) -> Profile:
+    """See ``hyper_parallel.profile_memory``; ``is_guarded``: the caller puts back what trial steps change."""
     who = "profile_memory"
     require_module(model, who)
     require_step(step, who)
@@ -67,7 +75,7 @@ def profile_memory(model: Any, step: Step, *, blocks: str | Sequence[str] | None
     found = find_blocks(model, blocks, who=who)
     device = device_of(model, who)
     meter = meter_for(device, who=who)
-    with no_trace(model, device, who=who):
+    with contextlib.nullcontext() if is_guarded else no_trace(model, device, who=who):
         return _Profiler(model, step, found, device, meter, steps).run()
 
 
@@ -197,13 +205,11 @@ class _Profiler:
                     backward_seconds=_median([_backward(one, number) for one in plain for number in members]),
                 )
             )
+        given = [sum(n for key, n in call.input_storages.items() if key not in shared) for call in calls]
+        made_before_blocks = _made_before_blocks(memory)
+        given[0] = min(given[0], made_before_blocks)  # a batch that was there before the step belongs to the base
         rows = tuple(
-            Block(
-                name=call.block,
-                kind=kind,
-                input_bytes=sum(n for key, n in call.input_storages.items() if key not in shared),
-            )
-            for call, kind in zip(calls, kinds)
+            Block(name=call.block, kind=kind, input_bytes=nbytes) for call, kind, nbytes in zip(calls, kinds, given)
         )
         config = current_config()
         backend = backend_for(self.device, config)
@@ -222,7 +228,7 @@ class _Profiler:
             base=base,
             kinds=tuple(made),
             blocks=rows,
-            prologue=_prologue(memory, plain or timings, base, rows[0].input_bytes),
+            prologue=_prologue(memory, plain or timings, rows[0].input_bytes),
             epilogue=_epilogue(memory, plain or timings),
             measured=self._measured(plain, weighed),
             link=measure_link(backend, self.meter, self.spans),
@@ -306,13 +312,13 @@ def _optimizer_states(model: nn.Module) -> list[torch.Tensor]:
     return found
 
 
-def _span_of(one: Trial, first: str, last: Point | None) -> list[Point]:
-    begin = next(at for at, point in enumerate(one.points) if point.name == first)
-    end = len(one.points) - 1 if last is None else next(at for at, p in enumerate(one.points) if p is last)
-    return one.points[begin : end + 1]
+def _made_before_blocks(memory: Trial) -> int:
+    first = memory.calls[0].forward_begin
+    assert first is not None, "every call has a beginning"
+    return max(0, first.active_bytes - memory.points[0].active_bytes)
 
 
-def _prologue(memory: Trial, timed: Sequence[Trial], base: BaseBytes, input_bytes: int) -> Segment:
+def _prologue(memory: Trial, timed: Sequence[Trial], input_bytes: int) -> Segment:
     start, first = memory.points[0], memory.calls[0].forward_begin
     assert first is not None, "every call has a beginning"
     backward, backward_transient = 0.0, 0
@@ -324,7 +330,7 @@ def _prologue(memory: Trial, timed: Sequence[Trial], base: BaseBytes, input_byte
     return Segment(
         forward_seconds=_median([_before_blocks(one) for one in timed]) or 0.0,
         backward_seconds=backward,
-        kept_bytes=max(0, first.active_bytes - start.active_bytes - input_bytes),
+        kept_bytes=max(0, _made_before_blocks(memory) - input_bytes),
         forward_transient_bytes=max(0, first.peak_bytes - start.active_bytes),
         backward_transient_bytes=max(0, backward_transient),
     )

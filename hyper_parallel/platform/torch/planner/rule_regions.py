@@ -14,8 +14,10 @@ from hyper_parallel.errors import PlanError
 from hyper_parallel.planner.rules import INPUT, OpTable, RuleFate, RuleSet
 from hyper_parallel.platform.torch.activation_checkpoint.checkpointing import checkpoint
 from hyper_parallel.platform.torch.planner.blocks import BlockRef, find_blocks, require_module
+from hyper_parallel.platform.torch.planner.key_values import with_own_cache
 from hyper_parallel.platform.torch.planner.paths import Paths
 from hyper_parallel.platform.torch.planner.regions import Handle, Replacements, op_name
+from hyper_parallel.platform.torch.planner.survey import list_ops
 
 __all__ = ["RulesHandle", "apply_rules"]
 
@@ -43,7 +45,8 @@ class RuledRegion:
         """Run the block as a region."""
         if torch.is_grad_enabled():
             self.seen[self._block, INPUT] += 1
-        return checkpoint(function, *args, policy_fn=self.policy, swap_inputs=self._swaps_inputs, **kwargs)
+        region = with_own_cache(function, args, kwargs)
+        return checkpoint(region, *args, policy_fn=self.policy, swap_inputs=self._swaps_inputs, **kwargs)
 
     def policy(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """What becomes of this op, here."""
@@ -149,8 +152,6 @@ def apply_rules(
         rules.check_modules(_module_paths(found))
         rules.check_op_names(_known_ops())
     if step is not None and not rules.may_match_nothing:
-        from hyper_parallel.platform.torch.planner.survey import list_ops
-
         table: OpTable = list_ops(model, step, blocks=blocks)
         rules.check_matched((row.module, row.op) for row in table)
     paths = Paths() if any(_depends_on_module(rules, block) for block in found) else None

@@ -20,12 +20,13 @@ from hyper_parallel.planner.rules import INPUT, OpRow, OpTable
 from hyper_parallel.platform.torch.activation_checkpoint.checkpointing import checkpoint
 from hyper_parallel.platform.torch.activation_checkpoint.graph import is_in_backward
 from hyper_parallel.platform.torch.planner.blocks import BlockRef, device_of, find_blocks, require_module
+from hyper_parallel.platform.torch.planner.key_values import with_own_cache
 from hyper_parallel.platform.torch.planner.observe import Observation, Observer
 from hyper_parallel.platform.torch.planner.paths import Paths
 from hyper_parallel.platform.torch.planner.regions import Replacements
 from hyper_parallel.platform.torch.planner.trial import no_trace
 
-__all__ = ["Survey", "list_ops", "require_step", "surveyed", "without_cache"]
+__all__ = ["Survey", "list_ops", "require_step", "surveyed"]
 
 
 def require_step(step: Any, who: str) -> Callable[[], Any]:
@@ -33,15 +34,6 @@ def require_step(step: Any, who: str) -> Callable[[], Any]:
     if not callable(step):
         raise TypeError(f"{who}: step must be a callable that runs one forward and backward, got {step!r}")
     return step  # type: ignore[no-any-return]
-
-
-def without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """A key-value cache is for generating; a replay would append to it a second time."""
-    if kwargs.get("past_key_values") is not None and torch.is_grad_enabled():
-        kwargs = {**kwargs, "past_key_values": None}
-        if "use_cache" in kwargs:
-            kwargs["use_cache"] = False
-    return kwargs
 
 
 @dataclasses.dataclass
@@ -76,7 +68,7 @@ class _SurveyedBlock:
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        output = checkpoint(self._forward(function), *args, swap_inputs=True, **without_cache(kwargs))
+        output = checkpoint(with_own_cache(self._forward(function), args, kwargs), *args, swap_inputs=True, **kwargs)
         note_backward(output, self._has_backward)
         return output
 

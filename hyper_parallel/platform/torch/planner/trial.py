@@ -18,8 +18,9 @@ from torch import nn
 
 from hyper_parallel.errors import PlanError
 from hyper_parallel.platform.torch.activation_checkpoint.storages import unseen
+from hyper_parallel.platform.torch.planner.blocks import device_of, require_module
 
-__all__ = ["no_trace"]
+__all__ = ["guarded", "no_trace"]
 
 
 class _Snapshot:
@@ -107,6 +108,11 @@ def _local(tensor: Any) -> torch.Tensor:
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def guarded(model: Any, *, who: str) -> contextlib.AbstractContextManager[None]:
+    """One guard around many trial steps: profile, plans and measurements of a whole fit."""
+    return no_trace(require_module(model, who), device_of(model, who), who=who)
 
 
 @contextlib.contextmanager

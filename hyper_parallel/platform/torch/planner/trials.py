@@ -19,11 +19,12 @@ from torch.utils._pytree import tree_leaves
 from hyper_parallel.platform.torch.activation_checkpoint.checkpointing import checkpoint
 from hyper_parallel.platform.torch.activation_checkpoint.graph import is_in_backward
 from hyper_parallel.platform.torch.planner.blocks import BlockRef
+from hyper_parallel.platform.torch.planner.key_values import with_own_cache
 from hyper_parallel.platform.torch.planner.meters import Meter
 from hyper_parallel.platform.torch.planner.observe import Observation, Observer, plain_tensors
 from hyper_parallel.platform.torch.planner.paths import Paths
 from hyper_parallel.platform.torch.planner.regions import Replacements
-from hyper_parallel.platform.torch.planner.survey import note_backward, without_cache
+from hyper_parallel.platform.torch.planner.survey import note_backward
 
 __all__ = ["ALONE", "OBSERVED", "REPLAYED", "REPLAYED_SWAPPED", "Call", "NodeRun", "Point", "Trial", "trial"]
 
@@ -149,7 +150,8 @@ class _TrialBlock:
         if self._how == ALONE:
             return function(*args, **kwargs)
         if self._how != OBSERVED:
-            return checkpoint(function, *args, swap_inputs=self._how == REPLAYED_SWAPPED, **without_cache(kwargs))
+            swaps = self._how == REPLAYED_SWAPPED
+            return checkpoint(with_own_cache(function, args, kwargs), *args, swap_inputs=swaps, **kwargs)
         trial = self._trial
         observer = Observer(
             self._block.name,

@@ -1,0 +1,298 @@
+"""From a budget to a model that keeps it: profile, plan, apply, measure, and plan again with what was measured.
+
+A prediction is only as good as its last measurement. After a plan was applied a few steps are measured; where peak or time
+miss the prediction, the difference is fed back and the plan is made again. In a distributed run every rank measures, the
+worst decides, and all apply the same plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol, TypeVar
+
+from hyper_parallel.errors import BudgetTooSmallError, PlanError
+from hyper_parallel.planner.border import Model, Step, room
+from hyper_parallel.planner.budget import parse_budget, show_bytes
+from hyper_parallel.planner.plan import Corrections, Plan
+from hyper_parallel.planner.planning import plan_memory
+from hyper_parallel.planner.profile import Profile
+
+__all__ = ["apply_plan", "fit_memory", "profile_memory", "worst_of"]
+
+_BEYOND: Final = 1.05  # what a step that ran out of memory counts as, over what it should have taken
+_AS_FAST: Final = 1.005
+_SIMULATED: Final = "simulated accelerator"
+
+Result = TypeVar("Result")
+
+
+class World(Protocol):
+    """The ranks of a distributed run."""
+
+    rank: int
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every rank, in their order, on every rank."""
+
+
+class _Alone:
+    """One process."""
+
+    rank = 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """See :class:`World`."""
+        return [value]
+
+
+def profile_memory(model: Model, step: Step, *, blocks: str | Sequence[str] | None = None, steps: int = 3) -> Profile:
+    """Run ``step`` a few times and write down what it is made of.
+
+    Args:
+        model: a model with repeated blocks, on the device that the plan is for.
+        step: a callable that runs one forward and backward of this model. It is run about ten times and leaves no trace:
+            gradients, buffers, random state and module tree are as before, or the error says what changed.
+        blocks: patterns of the modules to treat as blocks; None: the repeated ones are found.
+        steps: how many steps are timed; medians are taken.
+
+    Returns:
+        A record that can be saved and loaded.
+
+    Raises:
+        PlanError: no repeated blocks, a step without a backward, a step that changes weights.
+        BudgetTooSmallError: the step does not fit even with everything replayed and swapped.
+    """
+    return room().profile_memory(model, step, blocks=blocks, steps=steps)
+
+
+def apply_plan(model: Model, plan: Plan) -> Any:
+    """Put a plan's regions into the model; blocks that the plan leaves alone are not touched at all.
+
+    Returns:
+        A handle and context manager with ``stats()``, ``report(path)`` and ``remove()``.
+
+    Raises:
+        PlanError: the plan was made for another model, or something is applied already.
+    """
+    return room().apply_plan(model, plan)
+
+
+def fit_memory(
+    model: Model,
+    step: Step,
+    budget: int | str,
+    *,
+    blocks: str | Sequence[str] | None = None,
+    profile: Profile | None = None,
+    tolerance: float = 0.03,
+    attempts: int = 5,
+    steps: int = 3,
+) -> Any:
+    """Make ``step`` keep a memory budget: profile, plan, apply, measure, and correct until prediction and truth agree.
+
+    Args:
+        model: a model with repeated blocks.
+        step: a callable that runs one forward and backward; trial runs leave no trace.
+        budget: ``"20GiB"`` or bytes: the peak of active bytes on the device, weights, gradients and all.
+        blocks: patterns of the modules to treat as blocks; None: the repeated ones are found.
+        profile: one of this model that was made before; None: it is made now.
+        tolerance: how far measured and predicted may lie apart before the plan is made again.
+        attempts: how many plans are tried at most.
+        steps: how many steps are timed each time.
+
+    Returns:
+        The applied plan: ``stats()``, ``report(path)``, ``remove()``, ``plan``. When the step fits, nothing is applied.
+
+    Raises:
+        BudgetTooSmallError: nothing fits; names the smallest peak found and what it is made of.
+    """
+    limit = parse_budget(budget)
+    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 < tolerance < 1:
+        raise ValueError(f"fit_memory: tolerance is a share between 0 and 1, such as 0.03; got {tolerance!r}")
+    for name, value in (("attempts", attempts), ("steps", steps)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"fit_memory: {name} is a whole number, 1 or more; got {value!r}")
+    if profile is not None and not isinstance(profile, Profile):
+        raise TypeError(f"fit_memory: profile must be a Profile, got {type(profile).__name__}")
+    return _Fit(model, step, limit, blocks, profile, float(tolerance), attempts, steps).run()
+
+
+class _Fit:
+    """One search for a plan that holds."""
+
+    def __init__(
+        self,
+        model: Model,
+        step: Step,
+        budget: int,
+        blocks: str | Sequence[str] | None,
+        profile: Profile | None,
+        tolerance: float,
+        attempts: int,
+        steps: int,
+    ) -> None:
+        self.model = model
+        self.step = step
+        self.budget = budget
+        self.blocks = blocks
+        self.profile = profile
+        self.tolerance = tolerance
+        self.attempts = attempts
+        self.steps = steps
+        self.room = room()
+        self.world: World = self.room.world() or _Alone()
+        self.history: list[Mapping[str, Any]] = []
+
+    def run(self) -> Any:
+        """Profile once, then plan and measure until they agree."""
+        with self.room.guarded(self.model, who="fit_memory"):
+            plan, measured = self._search(self._profile())
+        applied = self.room.apply_plan(self.model, plan)
+        applied.measured = measured
+        applied.history = tuple(self.history)
+        return applied
+
+    def _profile(self) -> Profile:
+        def profile() -> Profile:
+            if self.profile is not None:
+                return self.profile
+            return self.room.profile_memory(
+                self.model, self.step, blocks=self.blocks, steps=self.steps, is_guarded=True
+            )
+
+        return worst_of(self._together(profile))
+
+    def _search(self, profile: Profile) -> tuple[Plan, Any]:
+        corrections: Corrections | None = None
+        best: tuple[Plan, Any] | None = None
+        for _ in range(self.attempts):
+            plan = self._plan(profile, corrections, has_fallback=best is not None)
+            if plan is None or (best is not None and not best[0].diff(plan)):
+                break
+            if plan.does_nothing and profile.measured.under == "none" and profile.measured.peak_bytes <= self.budget:
+                return plan, None
+            measured = self._measure(plan)
+            self._note(plan, measured)
+            if measured.peak_bytes <= self.budget:
+                agrees = self._agrees(plan, measured, profile)
+                # Of two that are as fast, the one whose prediction held.
+                slack = _AS_FAST if agrees else 1.0
+                if best is None or measured.step_seconds < slack * best[1].step_seconds:
+                    best = plan, measured
+                if agrees:
+                    break
+            corrections = self._learn(plan, measured, profile)
+        if best is None:
+            peaks = ", ".join(str(attempt["measured_peak"]) for attempt in self.history)
+            raise BudgetTooSmallError(
+                f"fit_memory: {show_bytes(self.budget)} was not kept in {len(self.history)} attempts; measured were {peaks}. "
+                "Raise the budget, or shorten the sequence."
+            )
+        return best
+
+    # ------------------------------------------------------------------ all ranks
+
+    def _together(self, work: Callable[[], Result]) -> list[Result]:
+        """The result of every rank; where one failed, all raise."""
+        result: Result | None = None
+        failure: Exception | None = None
+        try:
+            result = work()
+        except Exception as error:  # the others wait for this rank's word
+            failure = error
+        rows = self.world.gather((result, None if failure is None else f"{type(failure).__name__}: {failure}"))
+        if failure is not None:
+            raise failure
+        failed = [(rank, text) for rank, (_, text) in enumerate(rows) if text is not None]
+        if failed:
+            raise PlanError(f"fit_memory: rank {failed[0][0]} failed, so this one stops too: {failed[0][1]}")
+        return [row for row, _ in rows]
+
+    def _plan(self, profile: Profile, corrections: Corrections | None, *, has_fallback: bool) -> Plan | None:
+        """One plan for all ranks, made on the first. None: nothing fits any more, and an earlier plan did."""
+
+        def make() -> Plan | None:
+            if self.world.rank != 0:
+                return None
+            try:
+                return plan_memory(profile, self.budget, corrections=corrections)
+            except BudgetTooSmallError:
+                if has_fallback:
+                    return None
+                raise
+
+        return self._together(make)[0]
+
+    def _measure(self, plan: Plan) -> Any:
+        """The worst rank's peak and time under a plan."""
+
+        def apply_and_measure() -> Any:
+            with self.room.apply_plan(self.model, plan):
+                return self.room.measure_step(self.model, self.step, steps=self.steps, is_guarded=True)
+
+        rows = self._together(apply_and_measure)
+        slowest = max(rows, key=lambda row: row.step_seconds)
+        peak = max(row.peak_bytes for row in rows)
+        if not all(row.is_complete for row in rows):
+            peak = max(peak, round(_BEYOND * max(self.budget, plan.predicted_peak_bytes)))
+        return dataclasses.replace(slowest, peak_bytes=peak)
+
+    # ------------------------------------------------------------------ judging
+
+    def _agrees(self, plan: Plan, measured: Any, profile: Profile) -> bool:
+        if abs(measured.peak_bytes - plan.predicted_peak_bytes) > self.tolerance * plan.predicted_peak_bytes:
+            return False
+        if profile.versions.device == _SIMULATED:  # its time is the host's, with all its noise
+            return True
+        return bool(
+            abs(measured.step_seconds - plan.predicted_step_seconds) <= self.tolerance * plan.predicted_step_seconds
+        )
+
+    def _learn(self, plan: Plan, measured: Any, profile: Profile) -> Corrections:
+        is_timed = profile.versions.device != _SIMULATED
+        return plan.corrections.after(
+            plan,
+            measured_peak_bytes=measured.peak_bytes,
+            measured_step_seconds=measured.step_seconds if is_timed else None,
+        )
+
+    def _note(self, plan: Plan, measured: Any) -> None:
+        self.history.append(
+            {
+                "predicted_peak": show_bytes(plan.predicted_peak_bytes),
+                "measured_peak": show_bytes(measured.peak_bytes),
+                "predicted_peak_bytes": plan.predicted_peak_bytes,
+                "measured_peak_bytes": measured.peak_bytes,
+                "predicted_step_seconds": plan.predicted_step_seconds,
+                "measured_step_seconds": measured.step_seconds,
+                "exposed_copy_seconds": measured.exposed_copy_seconds,
+                "late_loads": measured.late_loads,
+                "misses": measured.misses,
+            }
+        )
+
+
+def worst_of(profiles: Sequence[Profile]) -> Profile:
+    """One profile for all ranks: the one with the highest peak, with the slowest link and step and the least far memory."""
+    prints = {profile.model_fingerprint for profile in profiles}
+    if len(prints) > 1:
+        raise PlanError(
+            f"fit_memory: the ranks hold {len(prints)} different models ({', '.join(sorted(prints))}), and one plan cannot serve "
+            "them. Profile, plan and apply on each rank by itself (profile_memory, plan_memory, apply_plan)."
+        )
+    worst = max(profiles, key=lambda profile: profile.base.total + profile.measured.peak_bytes)
+    return dataclasses.replace(
+        worst,
+        link=dataclasses.replace(
+            worst.link,
+            out_bytes_per_second=min(profile.link.out_bytes_per_second for profile in profiles),
+            in_bytes_per_second=min(profile.link.in_bytes_per_second for profile in profiles),
+        ),
+        far=dataclasses.replace(worst.far, host_bytes=min(profile.far.host_bytes for profile in profiles)),
+        measured=dataclasses.replace(
+            worst.measured,
+            step_seconds=max(profile.measured.step_seconds for profile in profiles),
+            peak_bytes=max(profile.measured.peak_bytes for profile in profiles),
+        ),
+    )

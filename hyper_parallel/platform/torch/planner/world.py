@@ -1,0 +1,33 @@
+"""The ranks of a distributed run, as planning sees them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hyper_parallel.platform.platform import get_platform
+
+__all__ = ["RankedWorld", "world"]
+
+
+class RankedWorld:
+    """Every rank of the default group."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self._size = size
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every rank, on every rank."""
+        rows: list[Any] = [None] * self._size
+        get_platform().all_gather_object(rows, value)
+        return rows
+
+
+def world() -> RankedWorld | None:
+    """The ranks that must agree; None for one process."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    size = torch.distributed.get_world_size()
+    return RankedWorld(torch.distributed.get_rank(), size) if size > 1 else None

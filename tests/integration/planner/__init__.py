@@ -1,0 +1,1 @@
+"""Rules, profiles, plans and budgets on the simulated accelerator."""

@@ -1,0 +1,1 @@
+"""Rules as a language: no framework, no device."""
