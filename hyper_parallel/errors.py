@@ -18,6 +18,7 @@
         FarMemoryError                                      far memory could not keep or return bytes
           DiskTierError (also OSError)                      the disk tier; names the path
           CorruptDataError                                  bytes came back different from what was written
+        MissingPackageError (also ImportError)              an adapter to a package that is not installed
         PlanError                                           a plan that cannot be made or applied
           BudgetTooSmallError                               no plan fits; names the smallest peak found
     UserWarning
@@ -37,6 +38,7 @@ __all__ = [
     "GroupError",
     "HyperParallelError",
     "InPlaceChangeError",
+    "MissingPackageError",
     "PlanError",
     "PolicyError",
     "RendezvousTimeoutError",
@@ -120,6 +122,10 @@ class DiskTierError(FarMemoryError, OSError):
 
 class CorruptDataError(FarMemoryError):
     """Bytes came back from far memory different from what was written."""
+
+
+class MissingPackageError(HyperParallelError, ImportError):
+    """An adapter to a package that is not installed."""
 
 
 class PlanError(HyperParallelError):

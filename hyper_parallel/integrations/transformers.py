@@ -1,0 +1,95 @@
+"""``transformers.Trainer``: a callback, or a switch behind ``gradient_checkpointing=True``.
+
+Trainer(model, args, callbacks=[callback("boundary")])           # or callback(budget="20GiB")
+
+switch(model, "attention")                                       # and gradient_checkpointing=True as usual
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hyper_parallel.integrations.budgets import InTrainer, loss_of
+from hyper_parallel.integrations.packages import needed
+from hyper_parallel.integrations.treatment import Treated, Treatment, What
+from hyper_parallel.planner.border import Model, Step
+
+__all__ = ["callback", "switch"]
+
+
+def callback(
+    what: What | None = None,
+    *,
+    budget: int | str | None = None,
+    blocks: str | Sequence[str] | None = None,
+    step: Step | None = None,
+) -> Any:  # transformers.TrainerCallback
+    """A ``TrainerCallback`` that treats the model while it is trained; options as in ``integrations.treatment``.
+
+    ``step``: with a budget, one forward and backward to measure; None: the trainer's own first batch.
+    """
+    who = "integrations.transformers.callback"
+    base = needed("transformers", who=who).TrainerCallback
+    treatment = Treatment(what=what, budget=budget, blocks=blocks)
+
+    class HyperParallelCallback(base):  # type: ignore[misc,valid-type]  # a class of a package that is imported at its first use
+        """Saves, recomputes or swaps activations while the trainer trains."""
+
+        def __init__(self) -> None:
+            self._run = InTrainer(treatment)
+            self._call: tuple[Any, Any] | None = None  # what the trainer called the model with
+            self._listening: Any = None  # torch.utils.hooks.RemovableHandle
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
+            if getattr(args, "activation_offloading", False):
+                raise ValueError(f"{who}: activation_offloading=True moves the same values; leave it out")
+            self._run.begin(model)
+            if treatment.budget is not None and step is None:
+                self._listening = model.register_forward_pre_hook(self._heard, with_kwargs=True)
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **_: Any) -> None:
+            self._run.before_step(model, [optimizer], lambda: step or self._own_step(model))
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self._forget()
+            self._run.end()
+
+        def _heard(self, module: Any, args: Any, kwargs: Any) -> None:
+            self._call = args, kwargs
+
+        def _own_step(self, model: Any) -> Step | None:
+            call = self._call
+            self._forget()
+            return None if call is None else lambda: loss_of(model(*call[0], **call[1]), who).backward()
+
+        def _forget(self) -> None:
+            self._call = None
+            if self._listening is not None:
+                self._listening.remove()
+                self._listening = None
+
+    return HyperParallelCallback()
+
+
+def switch(model: Model, what: What | None = None, *, blocks: str | Sequence[str] | None = None) -> Model:
+    """Let ``model.gradient_checkpointing_enable()``, which trainers call, switch this treatment on, and ``_disable`` off."""
+    treatment = Treatment(what=what, blocks=blocks)
+    if not hasattr(model, "gradient_checkpointing_enable"):
+        raise TypeError(
+            f"integrations.transformers.switch: {type(model).__name__} has no gradient_checkpointing_enable(), which trainers "
+            "call; give a transformers model, or use integrations.apply(model, ...)"
+        )
+    on: list[Treated] = []
+
+    def enable(*_: Any, **__: Any) -> None:  # the options are those of the function that this one replaces
+        if not on:
+            on.append(Treated(treatment, [model]))
+
+    def disable() -> None:
+        while on:
+            on.pop().remove()
+
+    model.__dict__["gradient_checkpointing_enable"] = enable
+    model.__dict__["gradient_checkpointing_disable"] = disable
+    return model

@@ -1,0 +1,142 @@
+"""What a user asks for in one line, and putting it on a model. Every adapter ends here.
+
+The options
+-----------
+``"boundary"``, ``"attention"``, ``"elementwise"``, ``"auto"``: presets of :mod:`hyper_parallel.planner.rules`.
+``"swap"``: whatever the blocks save for backward leaves. ``"recompute"``: the blocks are run again.
+A mapping of rules, a :class:`~hyper_parallel.planner.plan.Plan`, or a policy ``policy(ctx, op, *args, **kwargs)``.
+``budget="20GiB"`` instead: a plan is made and measured, for which a step must be run (the trainers' adapters know theirs).
+
+A model's own gradient checkpointing is switched off while it is treated, and on again by ``remove()``: two deciders for
+the same values cannot agree, and the user asked for this one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+from hyper_parallel.errors import PlanError
+from hyper_parallel.planner.border import AppliedHandle, Model, Step
+from hyper_parallel.planner.budget import parse_budget
+from hyper_parallel.planner.fit import apply_plan, fit_memory
+from hyper_parallel.planner.plan import Plan
+from hyper_parallel.planner.rules import PRESETS, RuleSet, apply_rules
+
+__all__ = ["Treated", "Treatment", "What", "apply"]
+
+What: TypeAlias = str | Mapping[str, str] | Plan | Callable[..., Any]
+DEFAULT: Final = "boundary"  # the least memory that is known to work without a measurement
+WORDS: Final = (*PRESETS, "swap", "recompute")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Treatment:
+    """The options of one line, checked before any model is touched."""
+
+    what: What | None = None
+    budget: int | str | None = None
+    blocks: str | Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.budget is not None:
+            if self.what is not None:
+                raise ValueError(
+                    f"hyper_parallel: {self.what!r} and budget={self.budget!r} both say what to do; give one of them"
+                )
+            parse_budget(self.budget)
+        elif self.what is None:
+            object.__setattr__(self, "what", DEFAULT)
+        elif isinstance(self.what, str) and self.what not in WORDS:
+            close = difflib.get_close_matches(self.what, WORDS, n=2)
+            raise ValueError(
+                f"hyper_parallel: unknown treatment {self.what!r}; known are {', '.join(WORDS)}"
+                f"{'; did you mean ' + ' or '.join(close) + '?' if close else ''}"
+            )
+        elif isinstance(self.what, Mapping):
+            RuleSet.read(self.what)
+        elif not isinstance(self.what, str | Plan) and not callable(self.what):
+            raise TypeError(
+                f"hyper_parallel: expected one of {', '.join(WORDS)}, a mapping of rules, a Plan, a policy, or budget=...; "
+                f"got {self.what!r}"
+            )
+
+    def put_on(self, model: Model, step: Step | None = None) -> AppliedHandle:
+        """Put it on one model; on failure the model is as before."""
+        if self.budget is not None:
+            if step is None:
+                raise PlanError(
+                    f"hyper_parallel: a budget ({self.budget}) is kept by running the step and measuring it, and no step was "
+                    "given. Pass step=..., a callable that runs one forward and backward, or choose a preset instead: "
+                    f"{', '.join(PRESETS)}"
+                )
+            return fit_memory(model, step, self.budget, blocks=self.blocks)  # type: ignore[no-any-return]
+        if isinstance(self.what, Plan):
+            return apply_plan(model, self.what)  # type: ignore[no-any-return]
+        if self.what == "recompute":
+            return apply_rules(model, {"*::*": "recompute"}, blocks=self.blocks)
+        if isinstance(self.what, Mapping) or (isinstance(self.what, str) and self.what in PRESETS):
+            return apply_rules(model, self.what, blocks=self.blocks)
+        from hyper_parallel.integrations.regions import replace_blocks, swapped, with_policy
+
+        region = swapped if self.what == "swap" else functools.partial(with_policy, policy_fn=self.what)
+        return replace_blocks(model, region, blocks=self.blocks)
+
+
+class Treated:
+    """A treatment on one or more models; a context manager whose end, or ``remove()``, takes it off again."""
+
+    def __init__(self, treatment: Treatment, models: Sequence[Model], step: Step | None = None) -> None:
+        self._paused: list[Any] = []  # modules whose own gradient checkpointing was on
+        self._handles: list[AppliedHandle] = []
+        try:
+            for model in models:
+                self._pause_own_checkpointing(model)
+                self._handles.append(treatment.put_on(model, step))
+        except BaseException:
+            self.remove()
+            raise
+
+    def stats(self) -> tuple[Mapping[str, Any], ...]:
+        """What it did since it was applied, for each model."""
+        return tuple(handle.stats() for handle in self._handles)
+
+    def remove(self) -> None:
+        """Put the models back as they were; nothing happens the second time."""
+        while self._handles:
+            self._handles.pop().remove()
+        while self._paused:
+            self._paused.pop().gradient_checkpointing = True
+
+    def _pause_own_checkpointing(self, model: Model) -> None:
+        for module in getattr(model, "modules", tuple)():
+            if module.__dict__.get("gradient_checkpointing") is True:
+                module.gradient_checkpointing = False
+                self._paused.append(module)
+
+    def __enter__(self) -> Treated:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+
+def apply(
+    model: Model,
+    what: What | None = None,
+    *,
+    budget: int | str | None = None,
+    blocks: str | Sequence[str] | None = None,
+    step: Step | None = None,
+) -> Treated:
+    """Treat a model; the options are those of the module's docstring, ``boundary`` when none is given.
+
+    Raises:
+        ValueError, TypeError: options that cannot be read.
+        PlanError: the model has no repeated blocks, a rule matches nothing, a budget without a step.
+        BudgetTooSmallError: no plan keeps the budget.
+    """
+    return Treated(Treatment(what=what, budget=budget, blocks=blocks), [model], step)

@@ -1,0 +1,171 @@
+"""``transformers.Trainer`` and TRL's ``SFTTrainer``, with and without us."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import Trainer, TrainingArguments, default_data_collator
+from trl import SFTConfig, SFTTrainer
+
+from hyper_parallel import CheckpointPolicy
+from hyper_parallel.errors import PlanError
+from hyper_parallel.integrations import transformers as adapter
+from hyper_parallel.integrations import trl as trl_adapter
+
+from . import tiny
+
+COMMON: dict[str, Any] = {
+    "per_device_train_batch_size": tiny.BATCH,
+    "max_steps": tiny.STEPS,
+    "use_cpu": True,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+    "seed": 3,
+}
+
+
+def losses_of(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def train(
+    folder: Path, callbacks: list[Any], *, prepare: Callable[[Any], Any] = lambda model: model, **settings: Any
+) -> tuple[list[float], torch.nn.Module]:
+    model = prepare(tiny.model())
+    arguments = TrainingArguments(output_dir=str(folder), **(COMMON | settings))
+    trainer = Trainer(
+        model, arguments, train_dataset=tiny.rows(), data_collator=default_data_collator, callbacks=callbacks
+    )
+    trainer.train()
+    return losses_of(trainer), model
+
+
+def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SWAP if "scaled_dot_product" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> tiny.Run:
+    return tiny.run(lambda: train(tmp_path, []))
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "boundary",
+        "attention",
+        "elementwise",
+        "auto",
+        "swap",
+        "recompute",
+        {"*::sdpa": "swap", "*::*": "recompute"},
+        policy,
+    ],
+    ids=lambda what: what if isinstance(what, str) else type(what).__name__,
+)
+def test_the_callback(tmp_path: Path, plain: tiny.Run, what: Any) -> None:
+    wrapped: list[list[str]] = []
+
+    def train_with_us() -> tuple[list[float], torch.nn.Module]:
+        losses, model = train(tmp_path, [adapter.callback(what)])
+        wrapped.append(tiny.names_of_wrapped(model))
+        return losses, model
+
+    ours = tiny.run(train_with_us)
+    tiny.assert_same_but_smaller(ours, plain)
+    assert wrapped == [[]]
+    assert (ours.swapped_bytes > 0) == (what not in ("recompute", "elementwise"))
+
+
+def test_the_callback_takes_the_place_of_gradient_checkpointing(tmp_path: Path, plain: tiny.Run) -> None:
+    states: list[bool] = []
+
+    def train_with_us() -> tuple[list[float], torch.nn.Module]:
+        losses, model = train(tmp_path, [adapter.callback("boundary")], gradient_checkpointing=True)
+        states.append(model.is_gradient_checkpointing)
+        return losses, model
+
+    ours = tiny.run(train_with_us)
+    tiny.assert_same_but_smaller(ours, plain)
+    assert ours.swapped_bytes > 0
+    assert states == [True], "after training the model's own checkpointing is on again"
+
+
+def test_the_switch(tmp_path: Path, plain: tiny.Run) -> None:
+    models: list[Any] = []
+
+    def prepare(model: Any) -> Any:
+        models.append(model)
+        return adapter.switch(model, "boundary")
+
+    ours = tiny.run(lambda: train(tmp_path, [], prepare=prepare, gradient_checkpointing=True))
+    tiny.assert_same_but_smaller(ours, plain)
+    assert ours.swapped_bytes > 0
+    assert len(tiny.names_of_wrapped(models[0])) == 4
+    models[0].gradient_checkpointing_disable()
+    assert tiny.names_of_wrapped(models[0]) == []
+
+
+def test_a_budget(tmp_path: Path, plain: tiny.Run) -> None:
+    fitted: list[Any] = []
+
+    def train_with_us() -> tuple[list[float], torch.nn.Module]:
+        callback = adapter.callback(budget=plain.peak_bytes * 3 // 4)
+        original = callback.on_train_end
+
+        def on_train_end(*args: Any, **kwargs: Any) -> None:
+            fitted.append(callback._run._treated._handles[0].plan)
+            original(*args, **kwargs)
+
+        callback.on_train_end = on_train_end
+        return train(tmp_path, [callback])
+
+    ours = tiny.run(train_with_us)
+    assert ours.losses == plain.losses
+    assert all(torch.equal(ours.weights[name], weight) for name, weight in plain.weights.items())
+    assert len(fitted) == 1
+    assert not fitted[0].does_nothing
+
+
+def sft(folder: Path, callbacks: list[Any], **settings: Any) -> tuple[list[float], torch.nn.Module]:
+    model = tiny.model()
+    arguments = SFTConfig(
+        output_dir=str(folder),
+        dataset_kwargs={"skip_prepare_dataset": True},
+        max_length=None,
+        bf16=False,
+        **(COMMON | {"gradient_checkpointing": False} | settings),
+    )
+    trainer = SFTTrainer(
+        model,
+        args=arguments,
+        train_dataset=Dataset.from_list(tiny.rows()),
+        processing_class=tiny.tokenizer(),
+        callbacks=callbacks,
+    )
+    trainer.train()
+    return losses_of(trainer), model
+
+
+def test_sft(tmp_path: Path) -> None:
+    plain = tiny.run(lambda: sft(tmp_path, []))
+    ours = tiny.run(lambda: sft(tmp_path, [trl_adapter.callback("boundary")], gradient_checkpointing=True))
+    tiny.assert_same_but_smaller(ours, plain)
+    assert ours.swapped_bytes > 0
+
+
+def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
+    arguments = SFTConfig(output_dir=str(tmp_path), activation_offloading=True, use_cpu=True, bf16=False)
+    with pytest.raises(ValueError, match=r"activation_offloading=True moves the same values; leave it out"):
+        trl_adapter.callback().on_train_begin(arguments, None, None, model=tiny.model())
+    with pytest.raises(TypeError, match=r"Linear has no gradient_checkpointing_enable"):
+        adapter.switch(torch.nn.Linear(2, 2))
+    with pytest.raises(PlanError, match=r"Linear has no repeated blocks"):
+        adapter.callback("swap").on_train_begin(None, None, None, model=torch.nn.Linear(2, 2))

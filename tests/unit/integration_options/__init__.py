@@ -1,0 +1,1 @@
+"""Options and missing packages; no trainer runs here."""
