@@ -85,6 +85,7 @@ def fit_memory(
     *,
     blocks: str | Sequence[str] | None = None,
     profile: Profile | None = None,
+    plan: Plan | None = None,
     tolerance: float = 0.03,
     attempts: int = 5,
     steps: int = 3,
@@ -97,6 +98,7 @@ def fit_memory(
         budget: ``"20GiB"`` or bytes: the peak of active bytes on the device, weights, gradients and all.
         blocks: patterns of the modules to treat as blocks; None: the repeated ones are found.
         profile: one of this model that was made before; None: it is made now.
+        plan: one to begin with, made from that profile; None: it is made now.
         tolerance: how far measured and predicted may lie apart before the plan is made again.
         attempts: how many plans are tried at most.
         steps: how many steps are timed each time.
@@ -113,9 +115,12 @@ def fit_memory(
     for name, value in (("attempts", attempts), ("steps", steps)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"fit_memory: {name} is a whole number, 1 or more; got {value!r}")
-    if profile is not None and not isinstance(profile, Profile):
-        raise TypeError(f"fit_memory: profile must be a Profile, got {type(profile).__name__}")
-    return _Fit(model, step, limit, blocks, profile, float(tolerance), attempts, steps).run()
+    for given, kind in ((profile, Profile), (plan, Plan)):
+        if given is not None and not isinstance(given, kind):
+            raise TypeError(f"fit_memory: expected a {kind.__name__}, got {type(given).__name__}")
+    fit = _Fit(model, step, limit, blocks, profile, float(tolerance), attempts, steps)
+    fit.first_plan = plan
+    return fit.run()
 
 
 class _Fit:
@@ -140,6 +145,7 @@ class _Fit:
         self.tolerance = tolerance
         self.attempts = attempts
         self.steps = steps
+        self.first_plan: Plan | None = None
         self.room = room()
         self.world: World = self.room.world() or _Alone()
         self.history: list[Mapping[str, Any]] = []
@@ -215,6 +221,8 @@ class _Fit:
         def make() -> Plan | None:
             if self.world.rank != 0:
                 return None
+            if corrections is None and self.first_plan is not None:
+                return self.first_plan
             try:
                 return plan_memory(profile, self.budget, corrections=corrections)
             except BudgetTooSmallError:
