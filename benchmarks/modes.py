@@ -140,12 +140,19 @@ def policy_of(layer: nn.Module, recipe: Recipe) -> Callable[..., CheckpointPolic
     return policy
 
 
-def ours(recipe_of: Callable[[int, int], Recipe | None], config: SwapConfig) -> Any:
-    """Our regions: ``recipe_of(index, count)`` says what becomes of each layer."""
+def ours(recipe_of: Callable[[int, int], Recipe | None], config: SwapConfig, *, act_gib: float | None = None) -> Any:
+    """Our regions: ``recipe_of(index, count)`` says what becomes of each layer.
+
+    ``act_gib``: what the device may hold beside weights and gradients before copies hold compute up.
+    """
 
     @contextlib.contextmanager
     def mode(model: nn.Module, layers: nn.ModuleList) -> Iterator[None]:
         halves: list[tuple[nn.Module, str, nn.Module]] = []
+        settings = config
+        if act_gib is not None:
+            fixed_bytes = sum(2 * parameter.nbytes for parameter in model.parameters())
+            settings = dataclasses.replace(config, device_bytes=fixed_bytes + int(act_gib * GIB))
 
         def wrap(index: int, layer: nn.Module) -> nn.Module:
             recipe = recipe_of(index, len(layers))
@@ -154,7 +161,7 @@ def ours(recipe_of: Callable[[int, int], Recipe | None], config: SwapConfig) -> 
             keywords = {
                 "policy_fn": policy_of(layer, recipe),
                 "swap_inputs": recipe.swap_inputs,
-                "swap_config": config,
+                "swap_config": settings,
                 "preserve_rng_state": False,
             }
             if not recipe.is_split:
@@ -181,6 +188,19 @@ def swap_everything(config: SwapConfig) -> Any:
             yield
 
     return mode
+
+
+def phases(*counted: tuple[int, Recipe | None]) -> Callable[[int, int], Recipe | None]:
+    """``(number of layers, recipe)`` from the first layer on; the last recipe serves all that remain."""
+
+    def recipe_of(index: int, count: int) -> Recipe | None:
+        for layers, recipe in counted:
+            if index < layers:
+                return recipe
+            index -= layers
+        return counted[-1][1]
+
+    return recipe_of
 
 
 def last_kept(kept: int, recipe: Recipe) -> Callable[[int, int], Recipe | None]:

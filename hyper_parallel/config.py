@@ -64,6 +64,9 @@ class SwapConfig:
     """Bytes in flight out of the device; past it the compute stream waits for the oldest copy."""
     prefetch_bytes: int | None = None
     """Bytes brought back ahead of their use in backward."""
+    device_bytes: int | None = None
+    """While the device holds less than this in all, room is free: copies out past the window hold nobody up, and loads
+    run further ahead than ``prefetch_bytes``. Set it to the memory you may use less what one layer's backward needs."""
     tiers: tuple[str, ...] = ("pinned",)
     """Far memory in spill order: any of ``pinned``, ``pageable``, ``disk``."""
     host_limit: int | None = None
@@ -76,7 +79,7 @@ class SwapConfig:
     """Checksum what is written to far memory and compare it when it is read back."""
 
     def __post_init__(self) -> None:
-        for name in ("min_bytes", "tail_bytes", "window_bytes", "prefetch_bytes", "host_limit", "disk_limit"):
+        for name in ("min_bytes", "tail_bytes", "window_bytes", "prefetch_bytes", "device_bytes", "host_limit", "disk_limit"):
             value = getattr(self, name)
             if value is None and name != "min_bytes":
                 continue

@@ -83,6 +83,9 @@ class DeviceBackend(Protocol):
     def dropped(self, nbytes: int) -> None:
         """Our reference to so many device bytes just went: a chance to give them back to where they came from."""
 
+    def held_bytes(self) -> int | None:
+        """What tensors of this process hold on the device now; None where the framework cannot say."""
+
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether ``error`` is this device saying that it is full."""
 
@@ -113,11 +116,14 @@ class Completion(Protocol):
 
 
 class StreamCompletion:
-    """The end of a copy that a stream carries: an event and the device it belongs to, in one record."""
+    """The end of a copy that a stream carries: an event and the device it belongs to, in one record.
+
+    ``start`` is None for a copy that nobody times.
+    """
 
     __slots__ = ("_backend", "end", "start")
 
-    def __init__(self, backend: DeviceBackend, start: Event, end: Event) -> None:
+    def __init__(self, backend: DeviceBackend, start: Event | None, end: Event) -> None:
         self._backend = backend
         self.start = start
         self.end = end

@@ -17,7 +17,9 @@ Timeline of a step
 Invariants
 ----------
 * The engine's own queues hold records weakly: it never keeps a graph's bytes alive, and the end of a graph needs no call.
-* Bytes on the device for our sake ≤ tail + window + prefetch + what backward reads right now.
+* Bytes on the device for our sake ≤ tail + window + prefetch + what backward reads right now. Where the user says what the
+  device may hold in all, window and prefetch are the least, and room that nobody uses is used: early in forward copies may
+  lag, and once backward has freed memory loads run far ahead.
 * No call waits for the device: order is said to streams (a file is the exception, its completions block when they must).
 * One lock guards queues and moves. Destructors take no lock, so they may run anywhere, also inside it.
 """
@@ -196,15 +198,28 @@ class Engine:
             record = reference()
             if record is not None and record.residency is Residency.D2H:
                 assert record.out is not None, "a record in flight has a copy"
-                is_over = self._in_flight_bytes > self._window_limit
-                if not is_over and not record.out.is_done():
-                    return
-                if is_over:
+                if not record.out.is_done():
+                    if self._in_flight_bytes <= self._window_limit or self._has_spare_room():
+                        return
                     self.clock.stalled(record.out)
                 record.finish_offload()
                 self._tell("drop", record)
             self._in_flight.popleft()
             self._in_flight_bytes -= nbytes
+
+    def _has_spare_room(self, nbytes: int = 0) -> bool:
+        """Whether the device would hold less than the user allows, with ``nbytes`` more on it."""
+        limit = self.config.device_bytes
+        if limit is None:
+            return False
+        held = self.backend.held_bytes()
+        return held is not None and held + nbytes <= limit
+
+    def relieve(self) -> None:
+        """The device filled up by what is not ours (a value that is saved, the end of a layer): is the window still right?"""
+        if self._in_flight_bytes > self._window_limit:
+            with self._lock:
+                self._make_room_in_window()
 
     def launch_offload(self, record: Record, *, stream: Stream | None = None) -> None:
         """Queue the copy out now, whatever the tail says."""
@@ -241,17 +256,23 @@ class Engine:
             record.is_wanted = task is not None
             self._bring(record, is_first_use=is_first_use)
             device_bytes = record.device_bytes
+            self._make_room_in_window()  # before loads look for room
             if forecast is not None:
                 forecast.touched.add(record)
-                self._prefetch(forecast, record.group)
-            self._make_room_in_window()
+                self._prefetch(forecast, record.group, least_bytes=self.prefetch_bytes)
             self._account()
         return device_bytes
 
-    def expect(self, task: BackwardTask) -> None:
-        """A replay begins: start its loads before the first value is asked for."""
+    def expect(self, task: BackwardTask, *, is_near: bool = True) -> None:
+        """A replay begins: start its loads before the first value is asked for.
+
+        Where none of its values is ours (not ``is_near``), loads for later ones take room that is free, and no other.
+        """
+        if not is_near and (self.config.device_bytes is None or not self._live):
+            return
         with self._lock:
-            self._prefetch(self._forecast_of(task), None)
+            self._make_room_in_window()
+            self._prefetch(self._forecast_of(task), None, least_bytes=self.prefetch_bytes if is_near else 0)
             self._account()
 
     @overload
@@ -305,12 +326,11 @@ class Engine:
         self.clock.copied(record.back, record.nbytes, is_out=False)
         self._tell("load", record)
 
-    def _prefetch(self, forecast: Forecast, group: object | None) -> None:
+    def _prefetch(self, forecast: Forecast, group: object | None, *, least_bytes: int) -> None:
         forced = {group, getattr(group, "before", None)} - {None}
         ahead = forecast.ahead_bytes()
-        limit = self.prefetch_bytes
         while (record := forecast.upcoming()) is not None:
-            if ahead >= limit and record.group not in forced:
+            if ahead >= least_bytes and record.group not in forced and not self._has_spare_room(record.nbytes):
                 return
             if record.residency is Residency.D2H:
                 # Wanted soon: what is still here need not go and come back.

@@ -14,13 +14,13 @@ import contextvars
 import threading
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, MutableMapping, MutableSet
+from collections.abc import Container, Iterable, Iterator, MutableMapping, MutableSet
 from typing import Any, ClassVar, Final, cast
 
 from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.border import DeviceBackend, Stream, Tensor, TensorBorder, border
 from hyper_parallel.core.activation_checkpoint.chain import Chain
-from hyper_parallel.core.activation_checkpoint.engine import Engine
+from hyper_parallel.core.activation_checkpoint.engine import BackwardTask, Engine
 from hyper_parallel.core.activation_checkpoint.far.memory import FarMemory
 from hyper_parallel.core.activation_checkpoint.marks import Marks
 from hyper_parallel.core.activation_checkpoint.record import Position, Record
@@ -408,6 +408,16 @@ class SwapManager:
                     engine = Engine(backend, config, self._far_memory(config), self.counters)
                     self._engines[key] = engine
         return engine
+
+    def expect(self, task: BackwardTask, engines: Container[Engine]) -> None:
+        """A replay begins, and ``engines`` hold values of it."""
+        for engine in tuple(self._engines.values()):
+            engine.expect(task, is_near=engine in engines)
+
+    def relieve(self) -> None:
+        """Something large was saved beside the schedules: let each see whether its copies must make room."""
+        for engine in tuple(self._engines.values()):
+            engine.relieve()
 
     def _far_memory(self, config: SwapConfig) -> FarMemory:
         key = (config.tiers, config.host_limit, config.disk_path, config.disk_limit, config.verify)

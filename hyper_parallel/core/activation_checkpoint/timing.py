@@ -39,7 +39,7 @@ class _Recording:
 
     def __init__(self, base: Event) -> None:
         self.base = base
-        self.copies: list[tuple[Event, Event, int, bool]] = []
+        self.copies: list[tuple[Event | None, Event, int, bool]] = []
         self.stalls: list[tuple[Event, Event]] = []
 
 
@@ -65,16 +65,25 @@ class LinkClock:
 
     def copied(self, completion: Completion | None, nbytes: int, *, is_out: bool) -> None:
         """A copy of ``nbytes`` was queued."""
-        if isinstance(completion, StreamCompletion):
-            self._copies.append((completion.start, completion.end, nbytes, is_out))
-            if self._recording is not None:
-                self._recording.copies.append((completion.start, completion.end, nbytes, is_out))
-            if len(self._copies) % _SETTLE_EVERY == 0:
-                self.settle()  # a forward that no backward follows must not let the list grow
+        if not isinstance(completion, StreamCompletion):
+            return
+        if self._recording is not None:
+            self._recording.copies.append((completion.start, completion.end, nbytes, is_out))
+        if completion.start is None:
+            self._counters.add("copy_us", self._expected_us(nbytes, is_out=is_out))
+            return
+        self._copies.append((completion.start, completion.end, nbytes, is_out))
+        if len(self._copies) % _SETTLE_EVERY == 0:
+            self.settle()  # a forward that no backward follows must not let the list grow
+
+    def _expected_us(self, nbytes: int, *, is_out: bool) -> float:
+        """How long a copy that nobody timed takes, by what was measured; nothing before the first measurement."""
+        rate = self.out_bytes_per_us if is_out else self.back_bytes_per_us
+        return 0.0 if rate is None else nbytes / rate
 
     def stalled(self, completion: Completion, *, is_load: bool = False) -> None:
         """Compute is about to be ordered after a copy: from this moment on it may have to wait for it."""
-        if isinstance(completion, StreamCompletion):
+        if isinstance(completion, StreamCompletion) and not completion.is_done():
             arrival = self._backend.record_event(self._backend.current_stream(), timing=True)
             self._stalls.append((arrival, completion.end, is_load))
             if self._recording is not None:
@@ -93,17 +102,20 @@ class LinkClock:
         for start, end, nbytes, is_out in recording.copies:
             self._backend.synchronize_event(end)
             track = "copy out" if is_out else "copy back"
-            spans.append(self._span(recording.base, start, end, track, nbytes))
+            end_us = self._backend.elapsed_us(recording.base, end)
+            if start is None:
+                start_us = end_us - self._expected_us(nbytes, is_out=is_out)
+            else:
+                start_us = self._backend.elapsed_us(recording.base, start)
+            spans.append(Span(track=track, start_us=start_us, end_us=end_us, nbytes=nbytes))
         for arrival, end in recording.stalls:
             self._backend.synchronize_event(arrival)
             self._backend.synchronize_event(end)
             if self._backend.elapsed_us(arrival, end) > 0:
-                spans.append(self._span(recording.base, arrival, end, "stall", 0))
+                start_us = self._backend.elapsed_us(recording.base, arrival)
+                end_us = self._backend.elapsed_us(recording.base, end)
+                spans.append(Span(track="stall", start_us=start_us, end_us=end_us, nbytes=0))
         return sorted(spans, key=lambda span: span.start_us)
-
-    def _span(self, base: Event, start: Event, end: Event, track: str, nbytes: int) -> Span:
-        start_us, end_us = self._backend.elapsed_us(base, start), self._backend.elapsed_us(base, end)
-        return Span(track=track, start_us=start_us, end_us=end_us, nbytes=nbytes)
 
     def settle(self) -> None:
         """Read every measurement that is done by now."""

@@ -22,6 +22,7 @@ __all__ = [
     "new_named_group",
     "run_eagerly",
     "set_local_tensor",
+    "skip_in_compiler",
     "share_composable_state",
     "symmetric_memory",
     "symmetric_memory_backend",
@@ -108,6 +109,19 @@ def run_eagerly(reason: str) -> Callable[[Fn], Fn]:
         return disabled
 
     return decorate
+
+
+def skip_in_compiler(function: Callable[..., Any]) -> bool:
+    """Let torch.compile pass over ``function`` and all it calls, at no cost per call; False where torch cannot.
+
+    Torch wraps a mode's ``__torch_dispatch__`` in a guard that does the same, for a few microseconds at every op.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    if not hasattr(frames, "set_code_exec_strategy"):
+        return False
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return True
 
 
 def new_named_group(

@@ -21,10 +21,19 @@ def test_the_defaults() -> None:
     assert config.verify is False
     assert all(
         getattr(config, name) is None
-        for name in ("tail_bytes", "window_bytes", "prefetch_bytes", "host_limit", "disk_path", "disk_limit")
+        for name in (
+            "tail_bytes",
+            "window_bytes",
+            "prefetch_bytes",
+            "device_bytes",
+            "host_limit",
+            "disk_path",
+            "disk_limit",
+        )
     )
     assert [field.name for field in dataclasses.fields(SwapConfig)] == [
-        "min_bytes", "tail_bytes", "window_bytes", "prefetch_bytes", "tiers", "host_limit", "disk_path", "disk_limit", "verify",
+        "min_bytes", "tail_bytes", "window_bytes", "prefetch_bytes", "device_bytes", "tiers", "host_limit", "disk_path",
+        "disk_limit", "verify",
     ]  # fmt: skip
 
 

@@ -34,14 +34,21 @@ class AcceleratorBackend:
         self.device = device
         self.name = str(device)
         self._module: Any = torch.get_device_module(device)  # torch.cuda | torch.npu | torch.xpu
+        self._streams: dict[Any, Stream] = {}  # by what the driver's question answers; streams of a process are few
 
     def unseen(self) -> contextlib.AbstractContextManager[None]:
         """See the border."""
         return unseen()
 
     def current_stream(self) -> Stream:
-        """See the border."""
-        return self._module.current_stream(self.device)
+        """See the border. Torch builds a new object for each answer, at twenty times the cost of the bare question."""
+        if self.device.type != "cuda":
+            return self._module.current_stream(self.device)
+        key = torch._C._cuda_getCurrentStream(self.device.index)
+        stream = self._streams.get(key)
+        if stream is None:
+            stream = self._streams[key] = self._module.current_stream(self.device)
+        return stream
 
     def new_stream(self) -> Stream:
         """See the border."""
@@ -74,6 +81,13 @@ class AcceleratorBackend:
         with torch._C._DisableTorchDispatch():
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
+    def held_bytes(self) -> int | None:
+        """See the border. The public question builds a table of every statistic, at ten times the cost."""
+        if self.device.type == "cuda":
+            statistics = torch._C._cuda_memoryStats(self.device.index)
+            return int(statistics["allocated_bytes"]["all"]["current"])
+        return int(self._module.memory_allocated(self.device))
+
     def is_out_of_memory(self, error: BaseException) -> bool:
         """See the border."""
         return isinstance(error, torch.OutOfMemoryError)
@@ -97,14 +111,40 @@ class AcceleratorBackend:
 
     def copy(self, destination: FlatBytes, source: FlatBytes, stream: Stream) -> None:
         """See the border."""
-        goes_out = destination.device.type == "cpu"
-        with profiler_range(goes_out=goes_out), torch._C._DisableTorchDispatch(), torch.no_grad():
-            with self._module.stream(stream):
-                destination.copy_(source, non_blocking=True)
+        with profiler_range(goes_out=destination.device.type == "cpu"), unseen(), self._on(stream):
+            destination.copy_(source, non_blocking=True)
+
+    def _on(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
+        if self.device.type == "cuda" and torch._C._cuda_getDevice() == self.device.index:
+            return _CurrentStream(self, stream)
+        switched: contextlib.AbstractContextManager[Any] = self._module.stream(stream)
+        return switched
 
     def host_view(self, flat: FlatBytes) -> memoryview:
         """See the border."""
         return memoryview(flat.numpy())
+
+
+class _CurrentStream:
+    """``torch.cuda.stream(stream)`` where the stream is on the current device, at an eighth of the cost."""
+
+    __slots__ = ("_before", "_stream")
+
+    def __init__(self, backend: AcceleratorBackend, stream: Stream) -> None:
+        self._before = backend.current_stream()
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        _make_current(self._stream)
+
+    def __exit__(self, *exc: object) -> None:
+        _make_current(self._before)
+
+
+def _make_current(stream: Stream) -> None:
+    torch._C._cuda_setStream(
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    )
 
 
 def _page_locked(nbytes: int) -> torch.Tensor:
@@ -177,6 +217,10 @@ class HostBackend:
                 return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             return torch.frombuffer(aligned_memory(nbytes, residue_bytes=residue_bytes), dtype=torch.uint8)
 
+    def held_bytes(self) -> int | None:
+        """See the border; the process's resident bytes are no tensor's, and dear to ask for."""
+        return None
+
     def is_out_of_memory(self, error: BaseException) -> bool:
         """See the border."""
         return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
@@ -195,10 +239,13 @@ class HostBackend:
         return memoryview(flat.numpy())
 
 
+_NO_RANGE: Final = contextlib.nullcontext()
+
+
 def profiler_range(*, goes_out: bool) -> contextlib.AbstractContextManager[Any]:
     """A range in torch's profiler around the queueing of a copy; nothing where no profiler runs."""
     if not torch._C._autograd._profiler_enabled():
-        return contextlib.nullcontext()
+        return _NO_RANGE
     return torch.profiler.record_function(f"hyper_parallel: copy {'out' if goes_out else 'back'}")
 
 

@@ -11,13 +11,12 @@ Never kept, always replayed, whatever a policy says:
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
-__all__ = ["OpFacts", "facts_of", "is_weight_cast"]
+__all__ = ["KNOWN", "OpFacts", "facts_of", "is_weight_cast"]
 
 
 _SILENT_VIEWS = frozenset(
@@ -29,6 +28,7 @@ _SILENT_VIEWS = frozenset(
 class OpFacts:
     """One op, seen from a selective region."""
 
+    op: Any = None  # torch._ops.OpOverload; held, so that its id names nothing else
     is_ignored: bool = False  # asks about a tensor, makes nothing
     replay_reason: str | None = None
     is_random: bool = False
@@ -37,9 +37,19 @@ class OpFacts:
     may_be_weight_cast: bool = False  # see is_weight_cast
 
 
-@functools.lru_cache(maxsize=4096)
+KNOWN: dict[int, OpFacts] = {}
+"""Facts by the op's id: an op's own hash is a Python call, three times for every op of a region."""
+
+
 def facts_of(op: Any) -> OpFacts:  # op: torch._ops.OpOverload | torch._ops.HigherOrderOperator
     """The facts of an op."""
+    facts = KNOWN.get(id(op))
+    if facts is None:
+        facts = KNOWN[id(op)] = dataclasses.replace(_examined(op), op=op)
+    return facts
+
+
+def _examined(op: Any) -> OpFacts:
     if op in SAC_IGNORED_OPS or getattr(op, "namespace", None) == "profiler":
         return OpFacts(is_ignored=True)
     schema = getattr(op, "_schema", None)

@@ -37,8 +37,9 @@ from hyper_parallel.core.activation_checkpoint.record import Position
 from hyper_parallel.core.activation_checkpoint.statistics import KeepReason
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import ReplayMismatchError, SwapImpossibleError
+from hyper_parallel.platform.torch import compat
 from hyper_parallel.platform.torch.activation_checkpoint.graph import current_task, next_sequence
-from hyper_parallel.platform.torch.activation_checkpoint.ops import OpFacts, facts_of, is_weight_cast
+from hyper_parallel.platform.torch.activation_checkpoint.ops import KNOWN, OpFacts, facts_of, is_weight_cast
 from hyper_parallel.platform.torch.activation_checkpoint.packed import Handle, Kept
 from hyper_parallel.platform.torch.activation_checkpoint.random_state import RandomState
 from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import Packer
@@ -48,6 +49,7 @@ __all__ = ["ForwardMode", "Region", "ReplayMode", "create_selective_checkpoint_c
 
 _RECOMPUTES = frozenset({CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE})
 _CONTEXT = PolicyContext()
+_LARGE_BYTES = 2**20
 
 Inputs = list[tuple[torch.Size, torch.dtype]]
 
@@ -91,7 +93,7 @@ class Region:
         self.where = where
         self.position = position if position is not None else Position(next_sequence())
         self.allows_mutation = allows_mutation
-        self.entries: dict[Any, list[Replayed | Filed]] = {}
+        self.entries: dict[int, list[Replayed | Filed]] = {}  # by the op's id; the table of known ops keeps it alive
         self.filed_by_storage: dict[int, list[Filed]] = {}
         self.fresh: list[Kept] = []  # hold the op's very output; aliased when forward is over (see close)
         self.packer = Packer(config=config, where=where, position=self.position)
@@ -107,9 +109,24 @@ class Region:
             kept.tensor = alias(kept.tensor)
         self.fresh = []
         self.packer.flush()
+        SwapManager().relieve()
 
 
-class ForwardMode(TorchDispatchMode):
+class _RegionMode(TorchDispatchMode):
+    """What both modes of a region tell the compiler: code compiled inside stays compiled, the modes are passed over."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Dynamo would otherwise skip every frame under a foreign mode."""
+        return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        dispatch = cls.__dict__.get("__torch_dispatch__")
+        return dispatch is None or not compat.skip_in_compiler(dispatch)
+
+
+class ForwardMode(_RegionMode):
     """Runs each op and files what becomes of its output."""
 
     def __init__(self, region: Region) -> None:
@@ -119,13 +136,8 @@ class ForwardMode(TorchDispatchMode):
         self._has_skipped_random = False
         self._recomputed_bytes = 0
         self._saved_bytes = 0
-        self._replayed: dict[str, int] = {}
+        self._entries = region.entries
         self._index = 0
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled code inside a region stays compiled: dynamo would otherwise skip every frame under a foreign mode."""
-        return True
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
@@ -133,42 +145,37 @@ class ForwardMode(TorchDispatchMode):
         counters = SwapManager().counters
         counters.add("recomputed_bytes", self._recomputed_bytes)
         counters.add("saved_bytes", self._saved_bytes)
-        for reason, count in self._replayed.items():
-            counters.add_to("replayed_ops", reason, count)
+        for key, entries in self._entries.items():
+            reason = KNOWN[key].replay_reason
+            if reason is not None:
+                counters.add_to("replayed_ops", reason, len(entries))
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op."""
+        facts = KNOWN.get(id(op)) or facts_of(op)
         if kwargs is None:
             kwargs = {}
-        facts = facts_of(op)
         if facts.is_ignored or (facts.may_be_weight_cast and is_weight_cast(args)):
             return op(*args, **kwargs)
-        entries = self._region.entries.get(op)
+        entries = self._entries.get(id(op))
         if entries is None:
-            entries = self._region.entries[op] = []
+            entries = self._entries[id(op)] = []
         if facts.replay_reason is not None:
-            return self._run_replayed(op, facts, entries, args, kwargs)
+            if (facts.writes or facts.writes_anything) and not self._region.allows_mutation:
+                self._protect_written(facts, args, kwargs)
+            entries.append(self._replayed_entry(facts, args) if facts.is_random else _REPLAYED)
+            return op(*args, **kwargs)
         policy = self._ask(op, args, kwargs)
         if policy in _RECOMPUTES:
-            entries.append(self._replayed_entry(facts, args))
+            entries.append(self._replayed_entry(facts, args) if facts.is_random else _REPLAYED)
             output = op(*args, **kwargs)
-            self._recomputed_bytes += _bytes_of(output)
+            self._recomputed_bytes += output.nbytes if output.__class__ is torch.Tensor else _bytes_of(output)
             return output
         entries.append(_REPLAYED)  # what an exception inside the op leaves behind
         output = op(*args, **kwargs)
         self._has_skipped_random |= facts.is_random
         entries[-1] = self._file(op, policy, output, args)
         return output
-
-    def _run_replayed(
-        self, op: Any, facts: OpFacts, entries: list[Replayed | Filed], args: Any, kwargs: dict[str, Any]
-    ) -> Any:
-        assert facts.replay_reason is not None, "asked by the caller"
-        self._replayed[facts.replay_reason] = self._replayed.get(facts.replay_reason, 0) + 1
-        if (facts.writes or facts.writes_anything) and not self._region.allows_mutation:
-            self._protect_written(facts, args, kwargs)
-        entries.append(self._replayed_entry(facts, args))
-        return op(*args, **kwargs)
 
     def _ask(self, op: Any, args: Any, kwargs: dict[str, Any]) -> CheckpointPolicy:
         if self._answers is not None:
@@ -181,7 +188,7 @@ class ForwardMode(TorchDispatchMode):
 
     def _replayed_entry(self, facts: OpFacts, args: Any) -> Replayed:
         """Rule 2: only once the replay would be out of step is a state worth keeping."""
-        if facts.is_random and self._has_skipped_random:
+        if self._has_skipped_random:
             return Replayed(RandomState.now(args))
         return _REPLAYED
 
@@ -203,7 +210,10 @@ class ForwardMode(TorchDispatchMode):
         return filed
 
     def _pack_saved(self, op: Any, tensor: torch.Tensor) -> Kept:
-        self._saved_bytes += tensor.nbytes
+        nbytes = tensor.nbytes
+        self._saved_bytes += nbytes
+        if nbytes >= _LARGE_BYTES:
+            SwapManager().relieve()
         return self._keep(tensor)
 
     def _keep(self, tensor: torch.Tensor) -> Kept:
@@ -259,27 +269,22 @@ class ForwardMode(TorchDispatchMode):
         filed.output = _map_packed(filed.output, _settled)
 
 
-class ReplayMode(TorchDispatchMode):
+class ReplayMode(_RegionMode):
     """Runs what was not filed, hands out what was."""
 
     def __init__(self, region: Region) -> None:
         super().__init__()
         self._region = region
-        self._counts: dict[Any, int] = {}
+        self._entries = region.entries
+        self._counts: dict[int, int] = {}
         self._used: list[Handle] = []
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Compiled code inside a region stays compiled: dynamo would otherwise skip every frame under a foreign mode."""
-        return True
 
     def __enter__(self) -> ReplayMode:
         self._counts = {}
         self._used = []
         task = current_task()
         if task is not None:
-            for engine in self._region.engines:
-                engine.expect(task)
+            SwapManager().expect(task, self._region.engines)
         super().__enter__()
         return self
 
@@ -292,14 +297,14 @@ class ReplayMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replay one op."""
+        facts = KNOWN.get(id(op)) or facts_of(op)
         if kwargs is None:
             kwargs = {}
-        facts = facts_of(op)
         if facts.is_ignored or (facts.may_be_weight_cast and is_weight_cast(args)):
             return op(*args, **kwargs)
-        at = self._counts.get(op, 0)
-        self._counts[op] = at + 1
-        entries = self._region.entries.get(op, [])
+        at = self._counts.get(id(op), 0)
+        self._counts[id(op)] = at + 1
+        entries = self._entries.get(id(op), ())
         if at >= len(entries):
             raise ReplayMismatchError(
                 f"{self._region.where}: the replay ran {op_label(op)} number {at + 1} with inputs {_inputs_of(args)}, "
@@ -307,9 +312,11 @@ class ReplayMode(TorchDispatchMode):
                 "data, on global state or on whether gradients are enabled."
             )
         entry = entries[at]
+        if entry is _REPLAYED:
+            return op(*args, **kwargs)
         if isinstance(entry, Replayed):
-            if entry.random_state is not None:
-                entry.random_state.restore()
+            assert entry.random_state is not None, "an entry of its own has a state"
+            entry.random_state.restore()
             return op(*args, **kwargs)
         inputs = _inputs_of(args)
         if inputs != entry.inputs:

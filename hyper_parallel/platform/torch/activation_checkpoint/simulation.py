@@ -88,6 +88,10 @@ class SimulatedBackend:
     def dropped(self, nbytes: int) -> None:
         """See the border."""
 
+    def held_bytes(self) -> int | None:
+        """See the border."""
+        return self._simulation.live_bytes
+
     def is_out_of_memory(self, error: BaseException) -> bool:
         """See the border."""
         return isinstance(error, MemoryError)
