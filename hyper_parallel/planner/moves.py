@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
@@ -19,6 +21,8 @@ from hyper_parallel.planner.tape import KEEP, Anatomy, Choice
 __all__ = ["Move", "Slot", "Solution", "Space"]
 
 SHORT_ROW: Final = 6  # blocks of a kind up to which every single block is tried
+MOST_WHOLE: Final = 400  # ways to treat a block up to which all of them are tried
+_LEAST_SHARE: Final = 1e-3  # of the forward's time: what all instances of an op must cost to be worth a thought
 _FACTORS: Final = (0.5, 0.75, 1.5, 2.0)
 
 
@@ -73,11 +77,15 @@ class Space:
         self.anatomies = anatomies
         self.min_bytes = min_bytes
         self.rows = {kind: [at for at, other in enumerate(kinds) if other == kind] for kind in sorted(set(kinds))}
+        self.seconds = sum(
+            len(row) * sum(op.seconds for op in anatomies[kind].kind.ops) for kind, row in self.rows.items()
+        )
         self.slots = {
             (kind, cut): self._slots(kind, cut, max(input_bytes[at] for at in row))
             for kind, row in self.rows.items()
             for cut in range(len(anatomies[kind].kind.cuts))
         }
+        self.whole = {kind: self._whole_choices(kind) for kind, row in self.rows.items() if len(row) <= SHORT_ROW}
         self.largest = max((slot.nbytes for slots in self.slots.values() for slot in slots), default=0)
 
     def _slots(self, kind: int, cut: int, input_bytes: int) -> list[Slot]:
@@ -86,14 +94,32 @@ class Space:
         regions = anatomy.kind.cuts[cut].regions
         taken = {value for region in regions for value in anatomy.roots(region.inputs)}
         found = []
+        count = len(self.rows[kind])
         for number, region in enumerate(regions):
             held = sum(input_bytes if value < 0 else ops[value].output_bytes for value in anatomy.roots(region.inputs))
             if held >= max(1, self.min_bytes):
                 found.append(Slot(kind, cut, True, number, held, 0.0))
             for at in range(region.first_op, anatomy.replay_stop(region)):
                 op = ops[at]
-                if op.is_keepable and op.output_bytes and op.seconds and at not in taken:
+                is_worth_it = op.seconds and op.seconds * count >= _LEAST_SHARE * self.seconds
+                if op.is_keepable and op.output_bytes and is_worth_it and at not in taken:
                     found.append(Slot(kind, cut, False, at, op.output_bytes, op.seconds))
+        return found
+
+    def _whole_choices(self, kind: int) -> list[Choice]:
+        """Everything that can become of a block, where that is a short list."""
+        cuts = range(len(self.anatomies[kind].kind.cuts))
+        ways = sum(math.prod(len(self.may_be(slot)) for slot in self.slots[kind, cut]) for cut in cuts)
+        if ways > MOST_WHOLE:
+            return [KEEP, *self._templates(kind)]
+        found = [KEEP]
+        for cut in cuts:
+            slots = self.slots[kind, cut]
+            for fates in itertools.product(*(self.may_be(slot) for slot in slots)):
+                choice = self.plain(kind, cut, inputs="s")
+                for slot, fate in zip(slots, fates):
+                    choice = with_fate(choice, slot, fate)
+                found.append(choice)
         return found
 
     def may_be(self, slot: Slot) -> str:
@@ -120,6 +146,29 @@ class Space:
                 most = max(most, sum(own) + inputs)
         return most
 
+    @property
+    def is_short(self) -> bool:
+        """Whether there are few blocks in all."""
+        return sum(map(len, self.rows.values())) <= SHORT_ROW
+
+    def two_blocks(self, solution: Solution) -> Iterator[Solution]:
+        """Every choice for any two blocks of short rows."""
+        kind_of = {at: kind for kind in self.whole for at in self.rows[kind]}
+        for first, second in itertools.combinations(sorted(kind_of), 2):
+            for one, other in itertools.product(self.whole[kind_of[first]], self.whole[kind_of[second]]):
+                choices = list(solution.choices)
+                choices[first], choices[second] = one, other
+                yield Solution(tuple(choices), solution.settings)
+
+    def random(self, dice: random.Random, settings: EngineSettings) -> Solution:
+        """Any choice for every block of a short row; everything recomputed elsewhere."""
+        chosen = {
+            at: dice.choice(self.whole[kind]) if kind in self.whole else self.plain(kind, 0, inputs="w")
+            for kind, row in self.rows.items()
+            for at in row
+        }
+        return Solution(tuple(chosen[at] for at in sorted(chosen)), settings)
+
     # ------------------------------------------------------------------ moves
 
     def moves(self, solution: Solution, step: int) -> Iterator[Move]:
@@ -141,16 +190,13 @@ class Space:
         touched = [at for at in row if choices[at].cut >= 0]
         if touched:
             yield functools.partial(_set_choice, blocks=touched[-step:], choice=KEEP)
-        if len(row) <= SHORT_ROW:
-            for at in touched:
-                yield functools.partial(_set_choice, blocks=[at], choice=KEEP)
         templates = {choices[at] for at in (touched[0], touched[-1])} if touched else set(self._templates(kind))
         for template in sorted(templates):
             if kept:
                 yield functools.partial(_set_choice, blocks=kept[:step], choice=template)
-            if kept and len(row) <= SHORT_ROW:
-                for at in kept:
-                    yield functools.partial(_set_choice, blocks=[at], choice=template)
+        for at in row if kind in self.whole else ():
+            for choice in sorted({*self.whole[kind], *(choices[other] for other in row)}):
+                yield functools.partial(_set_choice, blocks=[at], choice=choice)
 
     def _templates(self, kind: int) -> Iterator[Choice]:
         for cut in range(len(self.anatomies[kind].kind.cuts)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import os
+from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
@@ -197,20 +198,25 @@ class Plan:
         return "\n".join(_summary(self))
 
 
+_REPLAYED: Final = "recompute"
+
+
 def _fates(plan: Plan) -> dict[tuple[str, str], str]:
-    """(block, value) to its fate in words."""
+    """(block, value) to its fate in words. Ops are counted per module, so that plans with other regions can be compared."""
     found: dict[tuple[str, str], str] = {}
     for block in plan.blocks:
         recipe = plan.recipe_of(block)
         if recipe is None:
-            found[block.name, "block"] = "left alone"
+            found[block.name, "regions"] = "left alone"
             continue
-        found[block.name, "block"] = " + ".join(region.module or "whole" for region in recipe.regions)
+        found[block.name, "regions"] = " + ".join(region.module or "whole" for region in recipe.regions)
+        seen: Counter[str] = Counter()
         for region in recipe.regions:
-            prefix = f"{region.module}." if region.module else ""
-            found[block.name, f"{prefix}input"] = region.input_fate.value
+            found[block.name, f"input of {region.module or 'the block'}"] = region.input_fate.value
             for op in region.ops:
-                found[block.name, f"{op.module}::{op.name}#{op.occurrence}"] = op.fate.value
+                label = f"{op.module}::{op.name}"
+                found[block.name, f"{label}#{seen[label]}"] = op.fate.value
+                seen[label] += 1
     return found
 
 
@@ -225,10 +231,13 @@ def _differences(mine: Plan, other: Plan) -> Iterator[str]:
             yield f"{name}: {show_bytes(before)} -> {show_bytes(after)}"
     before_fates, after_fates = _fates(mine), _fates(other)
     changes: dict[str, list[str]] = {}
-    for key in [*before_fates, *(key for key in after_fates if key not in before_fates)]:
-        before_fate, after_fate = before_fates.get(key, "recompute"), after_fates.get(key, "recompute")
-        if before_fate != after_fate:
-            changes.setdefault(f"{key[1]}: {before_fate} -> {after_fate}", []).append(key[0])
+    for block, value in [*before_fates, *(key for key in after_fates if key not in before_fates)]:
+        before_fate, after_fate = before_fates.get((block, value)), after_fates.get((block, value))
+        has_other_regions = before_fates.get((block, "regions")) != after_fates.get((block, "regions"))
+        is_said_already = value != "regions" and None in (before_fate, after_fate) and has_other_regions
+        if before_fate != after_fate and not is_said_already:
+            change = f"{value}: {before_fate or _REPLAYED} -> {after_fate or _REPLAYED}"
+            changes.setdefault(change, []).append(block)
     for change, blocks in changes.items():
         yield f"{change} in {_span(blocks)}"
     if mine.predicted != other.predicted:

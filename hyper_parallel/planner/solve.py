@@ -6,13 +6,15 @@
 3. Search. From the best seeds, moves that shorten the step and still fit are taken. At the edge of the budget most gains
    need memory, so a gain that does not fit is tried together with a move that gives memory back.
 
-Every judgement is the simulator's; the order of bytes and seconds only decides what is tried first. The number of blocks
-played is bounded, so the same question has the same answer on any machine.
+Every judgement is the simulator's; the order of bytes and seconds only decides what is tried first. The amount of work
+is bounded, so the same question has the same answer on any machine.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
+import itertools
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
@@ -24,29 +26,38 @@ from hyper_parallel.planner.timeline import Simulator, Timeline
 
 __all__ = ["Answer", "Solver"]
 
-MOST_BLOCKS_PLAYED: Final = 120_000
+MOST_EVENTS: Final = 2_500_000  # of tapes, played or written; a few seconds
 _STARTS: Final = 4
 _PAIRS: Final = 40
+_PAIRS_OF_FEW: Final = 400
 _SWAP_COUNTS: Final = 8
 _KICK: Final = 3
 _MISSES: Final = 8
+_MISSES_OF_FEW: Final = 20
+_RECIPE_PRICE: Final = 5e-5
+_SWAP_PRICE: Final = 2e-6
 
 Key = tuple[float, float, float, float]
 
 
-@dataclasses.dataclass(frozen=True)
 class Answer:
     """A solution and what it comes to."""
 
-    solution: Solution
-    timeline: Timeline
+    __slots__ = ("score", "solution", "timeline")
+
+    def __init__(self, solution: Solution, timeline: Timeline) -> None:
+        self.solution = solution
+        self.timeline = timeline
+        # A plan that a person can read is worth a little time: less than anybody can measure.
+        extra = _RECIPE_PRICE * len(set(solution.choices)) + _SWAP_PRICE * timeline.swapped_values
+        self.score = timeline.step_seconds + timeline.compute_seconds * extra
 
     def key(self, budget: int) -> Key:
-        """Smaller is better: what fits before what does not; then time, bytes moved, peak."""
+        """Smaller is better: what fits before what does not; then time, peak, bytes moved."""
         line = self.timeline
         if line.peak_bytes <= budget:
-            return (0.0, round(line.step_seconds, 9), line.out_bytes, line.peak_bytes)
-        return (1.0, line.peak_bytes, round(line.step_seconds, 9), line.out_bytes)
+            return (0.0, self.score, line.peak_bytes, line.out_bytes)
+        return (1.0, line.peak_bytes, self.score, line.out_bytes)
 
 
 class Solver:
@@ -62,16 +73,18 @@ class Solver:
             self.profile.engine.min_bytes,
         )
         self._played: dict[Solution, Answer] = {}
-        self._left = 0
+        self._stop_at = 0
 
     def play(self, solution: Solution) -> Answer:
         """A solution with its timeline, played once."""
         answer = self._played.get(solution)
         if answer is None:
-            self._left -= len(solution.choices)
             answer = Answer(solution, self.simulator.play(solution.choices, solution.settings))
             self._played[solution] = answer
         return answer
+
+    def _is_spent(self) -> bool:
+        return self.simulator.cost >= self._stop_at
 
     def untouched(self) -> Answer:
         """The step left alone."""
@@ -82,16 +95,16 @@ class Solver:
         alone = self.untouched()
         if alone.timeline.peak_bytes <= budget:
             return alone
-        self._left = int(MOST_BLOCKS_PLAYED * effort)
+        self._stop_at = self.simulator.cost + int(MOST_EVENTS * effort)
         starts = sorted([*near, *self._seeds(budget)], key=lambda answer: answer.key(budget))
         best = starts[0]
         for start in _distinct(starts, _STARTS):
             best = min(best, self._descend(start, budget), key=lambda answer: answer.key(budget))
-        return self._kick(best, budget)
+        return self._polish(self._kick(best, budget), budget)
 
     def smallest(self) -> Answer:
         """The smallest peak found, whatever it costs."""
-        self._left = MOST_BLOCKS_PLAYED
+        self._stop_at = self.simulator.cost + MOST_EVENTS
         starts = sorted(self._seeds(0), key=lambda answer: answer.key(0))
         return min((self._descend(start, 0) for start in _distinct(starts, 2)), key=lambda answer: answer.key(0))
 
@@ -172,8 +185,11 @@ class Solver:
         """Leave the best answer by a few moves at random and descend again, until that no longer helps."""
         dice = random.Random(0)
         misses = 0
-        while misses < _MISSES and self._left > 0:
+        is_short = self.space.is_short
+        while misses < (_MISSES_OF_FEW if is_short else _MISSES) and not self._is_spent():
             solution = best.solution
+            if is_short and misses % 2:
+                solution = self.space.random(dice, solution.settings)
             for _ in range(_KICK):
                 solution = dice.choice(list(self.space.moves(solution, dice.choice((1, 2, 4)))))(solution)
             answer = self._descend(self.play(solution), budget, step=2)
@@ -182,10 +198,23 @@ class Solver:
                 best, misses = answer, 0
         return best
 
+    def _polish(self, best: Answer, budget: int) -> Answer:
+        """In short rows any two blocks may change at once."""
+        is_better = self.space.is_short
+        while is_better and not self._is_spent():
+            is_better = False
+            for solution in self.space.two_blocks(best.solution):
+                if self._is_spent():
+                    break
+                answer = self.play(solution)
+                if answer.key(budget) < best.key(budget):
+                    best, is_better = answer, True
+        return best
+
     def _descend(self, answer: Answer, budget: int, *, step: int | None = None) -> Answer:
         if step is None:
             step = max(1, max(map(len, self.space.rows.values())) // 4)
-        while self._left > 0:
+        while not self._is_spent():
             better = self._sweep(answer, budget, step)
             if better is None and step == 1:
                 break
@@ -198,10 +227,9 @@ class Solver:
     def _sweep(self, answer: Answer, budget: int, step: int) -> Answer | None:
         """Every move once, each from the best so far; then pairs. None: nothing is better."""
         start = answer
-        gains: list[tuple[Answer, Move]] = []
-        gives: list[tuple[Answer, Move]] = []
+        tried: list[tuple[Answer, Move]] = []
         for move in self.space.moves(answer.solution, step):
-            if self._left <= 0:
+            if self._is_spent():
                 break
             solution = move(answer.solution)
             if solution == answer.solution:
@@ -209,35 +237,46 @@ class Solver:
             other = self.play(solution)
             if other.key(budget) < answer.key(budget):
                 answer = other
-            elif other.timeline.step_seconds < answer.timeline.step_seconds:
-                gains.append((other, move))
-            elif other.timeline.peak_bytes < answer.timeline.peak_bytes:
-                gives.append((other, move))
+            else:
+                tried.append((other, move))
         if answer is not start:
             return answer
-        if answer.timeline.peak_bytes > budget:
-            return None
-        return self._pair(answer, budget, gains, gives)
+        return self._pair(answer, budget, tried)
 
-    def _pair(
-        self, answer: Answer, budget: int, gains: Sequence[tuple[Answer, Move]], gives: Sequence[tuple[Answer, Move]]
-    ) -> Answer | None:
-        """A gain that does not fit, with something that makes room; the most promising sums first."""
-        now = answer.timeline
-        promising: list[tuple[float, int, int]] = []
-        for at, (gain, _) in enumerate(gains):
-            needed = gain.timeline.peak_bytes - budget
-            for other, (give, _) in enumerate(gives):
-                seconds = gain.timeline.step_seconds + give.timeline.step_seconds - 2 * now.step_seconds
-                if seconds < 0 and now.peak_bytes - give.timeline.peak_bytes >= 0.5 * needed:
-                    promising.append((seconds, at, other))
-        for _, at, other in sorted(promising)[:_PAIRS]:
-            if self._left <= 0:
+    def _pair(self, answer: Answer, budget: int, tried: Sequence[tuple[Answer, Move]]) -> Answer | None:
+        """Two moves that are good only together; the most promising sums first."""
+        fits = answer.timeline.peak_bytes <= budget
+        sums = self._sums_of_gains(answer, budget, tried) if fits else self._sums_of_peaks(answer, tried)
+        most = _PAIRS_OF_FEW if self.space.is_short else _PAIRS
+        for _, first, second in heapq.nsmallest(most, sums):
+            if self._is_spent():
                 return None
-            both = self.play(gives[other][1](gains[at][1](answer.solution)))
+            both = self.play(tried[second][1](tried[first][1](answer.solution)))
             if both.key(budget) < answer.key(budget):
                 return both
         return None
+
+    @staticmethod
+    def _sums_of_gains(
+        answer: Answer, budget: int, tried: Sequence[tuple[Answer, Move]]
+    ) -> Iterator[tuple[float, int, int]]:
+        """A gain that does not fit, with something that makes room for it. Peaks hardly add up: half of it will do."""
+        now = answer.timeline.peak_bytes
+        gives = [(at, other) for at, (other, _) in enumerate(tried) if other.timeline.peak_bytes < now]
+        for first, (gain, _) in enumerate(tried):
+            needed = 0.5 * (gain.timeline.peak_bytes - budget)
+            if gain.score < answer.score:
+                for second, give in gives:
+                    seconds = gain.score + give.score - 2 * answer.score
+                    if seconds < 0 and now - give.timeline.peak_bytes >= needed:
+                        yield seconds, first, second
+
+    @staticmethod
+    def _sums_of_peaks(answer: Answer, tried: Sequence[tuple[Answer, Move]]) -> Iterator[tuple[float, int, int]]:
+        """Where two moments are the peak, each needs its own move."""
+        flat = [(at, other) for at, (other, _) in enumerate(tried) if other.score != answer.score]
+        for (first, one), (second, other) in itertools.combinations(flat, 2):
+            yield one.timeline.peak_bytes + other.timeline.peak_bytes, first, second
 
 
 def _spread(count: int, most: int) -> Iterator[int]:

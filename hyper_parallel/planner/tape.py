@@ -80,6 +80,7 @@ class Tape:
     replay_seconds: float
     region_ops: int
     replayed_ops: int
+    events: int  # how long it is
 
 
 class Anatomy:
@@ -267,6 +268,7 @@ def make_tape(anatomy: Anatomy, choice: Choice, *, input_bytes: int, min_bytes: 
         replay_seconds=backward.replay_seconds,
         region_ops=sum(region.stop_op - region.first_op for region in block.regions),
         replayed_ops=replayed_ops,
+        events=len(forward.events) + len(backward.events),
     )
 
 
