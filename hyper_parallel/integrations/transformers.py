@@ -12,7 +12,8 @@ from typing import Any
 
 from hyper_parallel.integrations.budgets import InTrainer, loss_of
 from hyper_parallel.integrations.packages import needed
-from hyper_parallel.integrations.treatment import Treated, Treatment, What
+from hyper_parallel.integrations.switches import Switch
+from hyper_parallel.integrations.treatment import Treatment, What
 from hyper_parallel.planner.border import Model, Step
 
 __all__ = ["callback", "switch"]
@@ -44,6 +45,7 @@ def callback(
         def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
             if getattr(args, "activation_offloading", False):
                 raise ValueError(f"{who}: activation_offloading=True moves the same values; leave it out")
+            self._forget()
             self._run.begin(model)
             if treatment.budget is not None and step is None:
                 self._listening = model.register_forward_pre_hook(self._heard, with_kwargs=True)
@@ -80,16 +82,7 @@ def switch(model: Model, what: What | None = None, *, blocks: str | Sequence[str
             f"integrations.transformers.switch: {type(model).__name__} has no gradient_checkpointing_enable(), which trainers "
             "call; give a transformers model, or use integrations.apply(model, ...)"
         )
-    on: list[Treated] = []
-
-    def enable(*_: Any, **__: Any) -> None:  # the options are those of the function that this one replaces
-        if not on:
-            on.append(Treated(treatment, [model]))
-
-    def disable() -> None:
-        while on:
-            on.pop().remove()
-
-    model.__dict__["gradient_checkpointing_enable"] = enable
-    model.__dict__["gradient_checkpointing_disable"] = disable
+    own = Switch(model, treatment)
+    model.__dict__["gradient_checkpointing_enable"] = own.enable
+    model.__dict__["gradient_checkpointing_disable"] = own.disable
     return model

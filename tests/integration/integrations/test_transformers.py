@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,6 +113,22 @@ def test_the_switch(tmp_path: Path, plain: tiny.Run) -> None:
     assert len(tiny.names_of_wrapped(models[0])) == 4
     models[0].gradient_checkpointing_disable()
     assert tiny.names_of_wrapped(models[0]) == []
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_a_copy_has_a_switch_of_its_own(copied: Callable[[Any], Any]) -> None:
+    model = adapter.switch(tiny.model(), "boundary")
+    twin = copied(model)
+    twin.gradient_checkpointing_enable()
+    assert (len(tiny.names_of_wrapped(twin)), tiny.names_of_wrapped(model)) == (4, [])
+    third = copied(twin)
+    twin.gradient_checkpointing_disable()
+    assert (tiny.names_of_wrapped(twin), len(tiny.names_of_wrapped(third))) == ([], 4)
+    third.gradient_checkpointing_enable()
+    with pytest.raises(PlanError, match=r"copied or loaded with them on.*Disable it before copying"):
+        third.gradient_checkpointing_disable()
 
 
 def test_a_budget(tmp_path: Path, plain: tiny.Run) -> None:
