@@ -29,10 +29,12 @@ __all__ = ["plan_memory"]
 
 _FATES: Final = {"r": Fate.RECOMPUTE, "s": Fate.SAVE, "w": Fate.SWAP}
 _WHAT_IF: Final = (0.9, 1.1)
-_WHAT_IF_EFFORT: Final = 0.25
+_SECOND_LOOK: Final = 0.25  # of the first search's effort
 
 
-def plan_memory(profile: Profile, budget: int | str, *, corrections: Corrections | None = None) -> Plan:
+def plan_memory(
+    profile: Profile, budget: int | str, *, corrections: Corrections | None = None, effort: float = 1.0
+) -> Plan:
     """The fates that give the shortest step whose peak of active device bytes stays within ``budget``.
 
     Args:
@@ -40,6 +42,7 @@ def plan_memory(profile: Profile, budget: int | str, *, corrections: Corrections
         budget: ``"20GiB"``, ``"500MB"`` or bytes: everything on the device, weights and gradients included.
         corrections: What measuring an earlier plan taught, see ``Corrections.after``. None: taken from the measured step,
             where it was measured left alone.
+        effort: How long to search. 1.0 takes a few seconds; the answer depends on it, never on the machine.
 
     Raises:
         BudgetTooSmallError: Nothing fits; the message names the smallest peak found and what it is made of.
@@ -49,15 +52,20 @@ def plan_memory(profile: Profile, budget: int | str, *, corrections: Corrections
             f"plan_memory: expected a Profile, got {profile!r}; make one with profile_memory, or Profile.load(path)"
         )
     budget_bytes = parse_budget(budget, name="plan_memory: budget")
+    if isinstance(effort, bool) or not isinstance(effort, int | float) or not 0 < effort <= 100:
+        raise ValueError(f"plan_memory: effort is a number above 0 and up to 100, got {effort!r}")
     if corrections is None:
         corrections = _calibrated(profile)
     solver = Solver(Simulator(profile, corrections))
     alone = solver.untouched()
-    answer = solver.solve(budget_bytes)
+    answer = solver.solve(budget_bytes, effort=effort)
     if answer.timeline.peak_bytes > budget_bytes:
-        answer = min(answer, solver.smallest(), key=lambda each: each.key(budget_bytes))
+        answer = min(answer, solver.smallest(effort=effort), key=lambda each: each.key(budget_bytes))
         if answer.timeline.peak_bytes > budget_bytes:
             raise _too_small(profile, solver, answer, budget_bytes)
+    others = [_at(solver, answer, int(budget_bytes * factor), effort) for factor in _WHAT_IF]
+    # What a little less or more memory leads to is often a good place to start from.
+    answer = solver.solve(budget_bytes, near=[answer, *others], effort=_SECOND_LOOK * effort)
     blocks, recipes = _written(profile, answer)
     return Plan(
         model_fingerprint=profile.model_fingerprint,
@@ -67,7 +75,7 @@ def plan_memory(profile: Profile, budget: int | str, *, corrections: Corrections
         settings=answer.solution.settings,
         predicted=_prediction(solver, answer),
         untouched=_prediction(solver, alone),
-        what_if=tuple(_what_if(solver, answer, int(budget_bytes * factor)) for factor in _WHAT_IF),
+        what_if=tuple(_as_what_if(answer, other, int(budget_bytes * share)) for other, share in zip(others, _WHAT_IF)),
         corrections=corrections,
         notes=_notes(profile, answer),
     )
@@ -108,11 +116,15 @@ def _prediction(solver: Solver, answer: Answer) -> Prediction:
     )
 
 
-def _what_if(solver: Solver, answer: Answer, budget: int) -> WhatIf:
-    other = solver.solve(budget, near=[answer], effort=_WHAT_IF_EFFORT)
-    if other.timeline.peak_bytes > budget:
+def _at(solver: Solver, answer: Answer, budget: int, effort: float) -> Answer:
+    """The answer at another budget, searched from this one."""
+    return solver.solve(budget, near=[answer], effort=_SECOND_LOOK * effort)
+
+
+def _as_what_if(answer: Answer, other: Answer, budget: int) -> WhatIf:
+    line = min(answer, other, key=lambda each: each.key(budget)).timeline
+    if line.peak_bytes > budget:
         return WhatIf(budget_bytes=budget, peak_bytes=None, step_seconds=None)
-    line = other.timeline
     return WhatIf(budget_bytes=budget, peak_bytes=line.peak_bytes, step_seconds=line.step_seconds)
 
 

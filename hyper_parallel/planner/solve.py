@@ -36,6 +36,7 @@ _MISSES: Final = 8
 _MISSES_OF_FEW: Final = 20
 _RECIPE_PRICE: Final = 5e-5
 _SWAP_PRICE: Final = 2e-6
+_TOUCH_PRICE: Final = 1e-6
 
 Key = tuple[float, float, float, float]
 
@@ -49,7 +50,8 @@ class Answer:
         self.solution = solution
         self.timeline = timeline
         # A plan that a person can read is worth a little time: less than anybody can measure.
-        extra = _RECIPE_PRICE * len(set(solution.choices)) + _SWAP_PRICE * timeline.swapped_values
+        touched = [choice for choice in solution.choices if choice.cut != KEEP.cut]
+        extra = _RECIPE_PRICE * len(set(touched)) + _TOUCH_PRICE * len(touched) + _SWAP_PRICE * timeline.swapped_values
         self.score = timeline.step_seconds + timeline.compute_seconds * extra
 
     def key(self, budget: int) -> Key:
@@ -96,15 +98,16 @@ class Solver:
         if alone.timeline.peak_bytes <= budget:
             return alone
         self._stop_at = self.simulator.cost + int(MOST_EVENTS * effort)
+        near = sorted(near, key=lambda answer: answer.key(budget))
         starts = sorted([*near, *self._seeds(budget)], key=lambda answer: answer.key(budget))
         best = starts[0]
-        for start in _distinct(starts, _STARTS):
+        for start in _distinct([*near, *starts], max(_STARTS, len(near) + 1)):
             best = min(best, self._descend(start, budget), key=lambda answer: answer.key(budget))
         return self._polish(self._kick(best, budget), budget)
 
-    def smallest(self) -> Answer:
+    def smallest(self, *, effort: float = 1.0) -> Answer:
         """The smallest peak found, whatever it costs."""
-        self._stop_at = self.simulator.cost + MOST_EVENTS
+        self._stop_at = self.simulator.cost + int(MOST_EVENTS * effort)
         starts = sorted(self._seeds(0), key=lambda answer: answer.key(0))
         return min((self._descend(start, 0) for start in _distinct(starts, 2)), key=lambda answer: answer.key(0))
 

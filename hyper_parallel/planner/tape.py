@@ -39,7 +39,7 @@ PARTS: Final = (
 BASE, ALONE, SAVED, INPUTS, SWAP, WORK, GRADIENTS, HEAD = range(len(PARTS))
 
 # What a tape is made of.
-RUN, ADMIT, RELEASE, EXPECT, FETCH, FREE, END = range(7)
+RUN, ADMIT, RELEASE, EXPECT, FETCH, LET_GO, FREE, END = range(8)
 
 FORWARD, REPLAY, BACKWARD = "forward", "replay", "backward"
 
@@ -419,6 +419,6 @@ def _write_replay(
         writer.bytes(WORK, -ends.pop(at, 0))
     writer.touch()
     for value, record in block.record_of.items():
-        if value in own and block.fetched_by[record] == number and value not in kept_until:
-            writer.emit(FREE, record)
+        if value in own and block.fetched_by[record] == number:
+            writer.emit(LET_GO if value in kept_until else FREE, record)
     return replayed, working

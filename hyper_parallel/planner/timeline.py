@@ -13,7 +13,9 @@ Rules
 3. The first value that backward asks for makes the forecast: what is far, or on its way, in the order of want. Whenever a
    value is asked for, loads are started until ``prefetch_bytes`` are ahead. A load starts when compute gets there.
 4. What was still on its way out when it is wanted again is not loaded; what is in the tail never left.
-5. Over the host's cap a value goes to disk, over the disk's cap it stays on the device.
+5. When a region's replay is over our own references go. A copy out that was called off (rule 4) must end before that, so
+   compute waits for it.
+6. Over the host's cap a value goes to disk, over the disk's cap it stays on the device.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from hyper_parallel.planner.tape import (
     FREE,
     GRADIENTS,
     HEAD,
+    LET_GO,
     PARTS,
     RELEASE,
     RUN,
@@ -250,7 +253,7 @@ class _Play:
             self._drop_oldest()
 
     def _launch(self, record: _Record) -> None:
-        """Rule 5, and the copy out."""
+        """Rule 6, and the copy out."""
         for lane in self.lanes:
             if lane.used + record.nbytes <= lane.cap:
                 break
@@ -293,8 +296,10 @@ class _Play:
             elif what == FETCH:
                 self._fetch(records[event[1]])
                 self._look(event.phase, block)
-            elif what == FREE:
+            elif what == LET_GO:
                 self._let_go(records[event[1]])
+            elif what == FREE:
+                self._free(records[event[1]])
             elif what == END:
                 self._end(records[event[1]])
             else:
@@ -355,9 +360,14 @@ class _Play:
         self._move(SWAP, record.nbytes)
 
     def _let_go(self, record: _Record) -> None:
-        """After a replay our reference goes, where a far copy exists."""
-        if record.state in (COMING, CANCELLED):
+        """Rule 5: a copy out that was called off is waited for."""
+        if record.state == CANCELLED:
             self.now = max(self.now, record.out_end)
+
+    def _free(self, record: _Record) -> None:
+        """Nobody needs it any more; what has no far copy stays to the region's end."""
+        if record.state in (COMING, CANCELLED):
+            self._let_go(record)
             self._move(SWAP, -record.nbytes)
             record.state = GONE
 
