@@ -8,7 +8,7 @@ worst decides, and all apply the same plan.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
 from hyper_parallel.errors import BudgetTooSmallError, PlanError
@@ -172,10 +172,12 @@ class _Fit:
     def _search(self, profile: Profile) -> tuple[Plan, Any]:
         corrections: Corrections | None = None
         best: tuple[Plan, Any] | None = None
+        tried: set[Hashable] = set()
         for _ in range(self.attempts):
             plan = self._plan(profile, corrections, has_fallback=best is not None)
-            if plan is None or (best is not None and not best[0].diff(plan)):
+            if plan is None or (best is not None and _deeds(plan) in tried):
                 break
+            tried.add(_deeds(plan))
             if plan.does_nothing and profile.measured.under == "none" and profile.measured.peak_bytes <= self.budget:
                 return plan, None
             measured = self._measure(plan)
@@ -279,6 +281,23 @@ class _Fit:
                 "misses": measured.misses,
             }
         )
+
+
+def _deeds(plan: Plan) -> Hashable:
+    """What a plan does, without what it says about it."""
+    recipes = [
+        tuple(
+            (
+                region.module,
+                region.input_fate,
+                tuple((op.name, op.overload, op.occurrence, op.fate) for op in region.ops),
+            )
+            for region in recipe.regions
+        )
+        for recipe in plan.recipes
+    ]
+    blocks = tuple((block.name, None if block.recipe is None else recipes[block.recipe]) for block in plan.blocks)
+    return blocks, plan.settings
 
 
 def worst_of(profiles: Sequence[Profile]) -> Profile:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from hyper_parallel.planner.profile import BLOCK_INPUT
 from hyper_parallel.platform.torch.activation_checkpoint.graph import next_sequence
 from hyper_parallel.platform.torch.activation_checkpoint.ops import facts_of, is_weight_cast
-from hyper_parallel.platform.torch.activation_checkpoint.storages import alias
+from hyper_parallel.platform.torch.activation_checkpoint.storages import alias, storage_watch
 from hyper_parallel.platform.torch.planner.meters import Meter
 from hyper_parallel.platform.torch.planner.paths import Paths
 from hyper_parallel.platform.torch.planner.regions import op_name, op_overload
@@ -95,6 +95,7 @@ class Observer(TorchDispatchMode):
         self._clock = clock
         self._memory = memory
         self._producers: dict[int, int] = {}  # storage key: op, or BLOCK_INPUT
+        self._watches: list[Any] = []  # while a storage is watched its key names no other
         self._sizes: dict[tuple[int, int], int] = {}  # (op, storage key): bytes, to count what is kept once
         self._occurrences: Counter[tuple[str, str]] = Counter()
         self._changed: set[int] = set()
@@ -111,6 +112,7 @@ class Observer(TorchDispatchMode):
             storage = tensor.untyped_storage()
             self.seen.input_storages[storage._cdata] = storage.nbytes()
             self._producers[storage._cdata] = BLOCK_INPUT
+            self._watches.append(storage_watch(storage))
         self.seen.first_sequence = next_sequence()
         called = Counter(self._paths.calls)
         hooks = saved_tensors_hooks(self._pack, _unpack) if sees_saved else contextlib.nullcontext()
@@ -128,6 +130,7 @@ class Observer(TorchDispatchMode):
             if op.is_keepable:
                 op.is_keepable, op.reason = False, "changed_in_place"
         self._producers.clear()
+        self._watches.clear()
         self._sizes.clear()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -197,6 +200,7 @@ class Observer(TorchDispatchMode):
                 shared = self._producers.get(key, shared)
                 continue
             self._producers[key] = index
+            self._watches.append(storage_watch(storage))
             if (index, key) not in self._sizes:
                 self._sizes[index, key] = storage.nbytes()
                 seen.output_bytes += storage.nbytes()
