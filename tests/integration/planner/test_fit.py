@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -149,8 +151,6 @@ def test_the_worst_rank_decides() -> None:
     model, step = transformer()
     with simulated_accelerator():
         one = hp.profile_memory(model, step, steps=1)
-    import dataclasses
-
     two = dataclasses.replace(
         one,
         measured=dataclasses.replace(one.measured, peak_bytes=one.measured.peak_bytes + 5, step_seconds=1e-9),
