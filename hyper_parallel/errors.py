@@ -27,6 +27,9 @@
 Bad settings are plain ``ValueError`` or ``TypeError``, raised where the setting is made.
 """
 
+import copy
+from typing import TypeVar
+
 __all__ = [
     "ActivationError",
     "BudgetTooSmallError",
@@ -47,7 +50,10 @@ __all__ = [
     "SwapStateError",
     "SwapStateWarning",
     "UnsupportedMemberError",
+    "again",
 ]
+
+E = TypeVar("E", bound=BaseException)
 
 
 class HyperParallelError(RuntimeError):
@@ -136,6 +142,20 @@ class BudgetTooSmallError(PlanError):
     """No plan fits the budget."""
 
     smallest_peak_bytes: int | None = None  # the smallest peak that was found, where one was
+
+
+def again(error: E) -> E:
+    """A new error with the words of an old one, for errors that are kept: each raise adds the frames it passes to the very
+    object, and with them everything that a step had in its hands."""
+    fresh = copy.copy(error)
+    fresh.__traceback__ = None
+    if isinstance(error, OSError) and isinstance(fresh, OSError):
+        fresh.errno = error.errno  # set on the object, so a copy does not carry it
+    cause = error.__cause__
+    if cause is not None:
+        fresh.__cause__ = copy.copy(cause)
+        fresh.__cause__.__traceback__ = None
+    return fresh
 
 
 class SwapStateWarning(UserWarning):

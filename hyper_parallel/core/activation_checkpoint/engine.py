@@ -122,8 +122,13 @@ class Engine:
         version: int = 0,
         is_alive: Callable[[], bool] | None = None,
         source_is_unchanged: Callable[[], bool] | None = None,
+        is_in_region: bool = False,
     ) -> Record:
-        """A new record for bytes that were just saved; it leaves when enough newer ones stand behind it."""
+        """A new record for bytes that were just saved; it leaves when enough newer ones stand behind it.
+
+        ``is_in_region``: a replayed region is open, and calls :meth:`relieve` when it closes. What the device may hold is a
+        question for that moment: in the middle of a layer its passing values are counted too, and they go by themselves.
+        """
         record = Record(
             self,
             device_bytes,
@@ -141,7 +146,7 @@ class Engine:
             if storage_key is not None and is_alive is not None:
                 self._remember(storage_key, _Shared(record, version, is_alive))
             if not stays:
-                self._queue(record)
+                self._queue(record, is_settled=not is_in_region)
             self._account()
         return record
 
@@ -159,9 +164,9 @@ class Engine:
     def enqueue(self, record: Record) -> None:
         """Let a record leave that stayed so far."""
         with self._lock:
-            self._queue(record)
+            self._queue(record, is_settled=True)
 
-    def _queue(self, record: Record) -> None:
+    def _queue(self, record: Record, *, is_settled: bool) -> None:
         self._tail.append((weakref.ref(record), record.nbytes))
         self._tail_bytes += record.nbytes
         while self._tail_bytes > self._tail_limit:
@@ -170,7 +175,8 @@ class Engine:
             oldest = reference()
             if oldest is not None and not oldest.stays and not oldest.is_protected:
                 self._launch_offload(oldest)
-        self._make_room_in_window()
+        if is_settled or self.config.device_bytes is None:
+            self._make_room_in_window()
 
     def _launch_offload(self, record: Record, stream: Stream | None = None) -> None:
         if record.residency is not Residency.DEVICE or record.is_wanted:
@@ -256,10 +262,11 @@ class Engine:
             record.is_wanted = task is not None
             self._bring(record, is_first_use=is_first_use)
             device_bytes = record.device_bytes
-            self._make_room_in_window()  # before loads look for room
-            if forecast is not None:
+            if forecast is None:
+                self._make_room_in_window()
+            else:
                 forecast.touched.add(record)
-                self._prefetch(forecast, record.group, least_bytes=self.prefetch_bytes)
+                self._run_ahead(forecast, record.group, least_bytes=self.prefetch_bytes)
             self._account()
         return device_bytes
 
@@ -271,8 +278,7 @@ class Engine:
         if not is_near and (self.config.device_bytes is None or not self._live):
             return
         with self._lock:
-            self._make_room_in_window()
-            self._prefetch(self._forecast_of(task), None, least_bytes=self.prefetch_bytes if is_near else 0)
+            self._run_ahead(self._forecast_of(task), None, least_bytes=self.prefetch_bytes if is_near else 0)
             self._account()
 
     @overload
@@ -325,6 +331,21 @@ class Engine:
         self.counters.add("swapped_in_bytes", record.nbytes)
         self.clock.copied(record.back, record.nbytes, is_out=False)
         self._tell("load", record)
+
+    def _run_ahead(self, forecast: Forecast, group: object | None, *, least_bytes: int) -> None:
+        """What is wanted next and has not left yet stays; then copies make room, and loads take it."""
+        ahead = forecast.ahead_bytes()
+        for record in forecast.next_ones():
+            if ahead >= least_bytes:
+                break
+            if record.residency is Residency.D2H:
+                record.cancel_offload()
+                forecast.loaded(record)
+                ahead += record.nbytes
+            elif record.residency is Residency.HOST:
+                ahead += record.nbytes  # its turn comes below
+        self._make_room_in_window()
+        self._prefetch(forecast, group, least_bytes=least_bytes)
 
     def _prefetch(self, forecast: Forecast, group: object | None, *, least_bytes: int) -> None:
         forced = {group, getattr(group, "before", None)} - {None}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from hyper_parallel.core.activation_checkpoint.record import Position, Record
 
@@ -42,6 +42,13 @@ class Forecast:
                 return record
             self._queue.popleft()
         return None
+
+    def next_ones(self) -> Iterator[Record]:
+        """The same from the head on, without moving it."""
+        for reference in self._queue:
+            record = reference()
+            if record is not None and not record.is_wanted:
+                yield record
 
     def advance(self) -> None:
         """The head was dealt with."""

@@ -139,18 +139,26 @@ class Record:
         """Queue the copy out, unless a far copy exists already; a refusal leaves everything as it is."""
         target = next_residency(self.residency, Move.START_OFFLOAD)
         if self.out is None:
-            engine = self.engine
-            with engine.backend.unseen():
-                lease = engine.far.reserve(engine.backend, self.nbytes)
-            if isinstance(lease, Refusal):
-                return lease
-            self.lease = lease
-            lane = engine.lanes.out if stream is None else stream
-            with engine.backend.unseen():
-                self.out = engine.far.write(
-                    lease, self.device_bytes, backend=engine.backend, stream=lane, ready=self.ready
-                )
+            refusal = self._write(self.engine.lanes.out if stream is None else stream)
+            if refusal is not None:
+                return refusal
         self.residency = target
+        return None
+
+    def _write(self, lane: Stream) -> Refusal | None:
+        engine = self.engine
+        with engine.backend.unseen():
+            if self.lease is None:  # else an earlier copy failed, and its room is still ours
+                lease = engine.far.reserve(engine.backend, self.nbytes)
+                if isinstance(lease, Refusal):
+                    return lease
+                self.lease = lease
+            try:
+                self.out = engine.far.write(
+                    self.lease, self.device_bytes, backend=engine.backend, stream=lane, ready=self.ready
+                )
+            except MemoryError:
+                return Refusal.NO_SPACE
         return None
 
     def finish_offload(self) -> None:
@@ -176,7 +184,8 @@ class Record:
         if self._prepared is None:
             backend = self.engine.backend
             stream = backend.current_stream()
-            buffer = backend.allocate(self.nbytes)
+            assert self.lease is not None, "a record in far memory has a lease"
+            buffer = self.engine.far.allocate(backend, self.lease)
             self._prepared = buffer, backend.record_event(stream), stream
             self.engine.ledger.append(self.nbytes)
 
@@ -227,13 +236,15 @@ class Record:
         # Runs on whatever thread drops the last handle, at any point, also inside the engine: it takes no lock.
         if sys.is_finalizing() or not hasattr(self, "is_wanted"):
             return
-        if self.device_bytes is not None:
-            # Plain host memory is held by the copy itself, and has no stream-ordered pool to return to.
-            if not self.engine.backend.is_host_memory:
-                with contextlib.suppress(FarMemoryError):  # a failed copy of bytes that nobody wants any more
-                    self._order_owner()
-            self._drop_device_bytes()
-        if self._prepared is not None:
-            self.engine.ledger.append(-self.nbytes)
-        if self.lease is not None:
-            self.engine.far.release(self.lease, self.back if self.back is not None else self.out)
+        try:
+            if self.device_bytes is not None:
+                # Plain host memory is held by the copy itself, and has no stream-ordered pool to return to.
+                if not self.engine.backend.is_host_memory:
+                    with contextlib.suppress(FarMemoryError):  # a failed copy of bytes that nobody wants any more
+                        self._order_owner()
+                self._drop_device_bytes()
+            if self._prepared is not None:
+                self.engine.ledger.append(-self.nbytes)
+        finally:  # an interrupt may land here
+            if self.lease is not None:
+                self.engine.far.release(self.lease, self.back if self.back is not None else self.out)

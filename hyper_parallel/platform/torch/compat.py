@@ -89,7 +89,32 @@ _TAKES_EARLY_STOP = "early_stop" in inspect.signature(torch.utils.checkpoint.che
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, early_stop: bool = True, **kwargs: Any) -> Any:
-    """torch's non-reentrant checkpoint; releases before 2.10 take ``early_stop`` from a context only."""
+    """torch's non-reentrant checkpoint; an error inside it takes its hooks off at once, on the thread that raised."""
+    try:
+        return _checkpoint(function, *args, early_stop=early_stop, **kwargs)
+    except BaseException as error:
+        _close_open_checkpoint(error)
+        raise
+
+
+def _close_open_checkpoint(error: BaseException) -> None:
+    """Before 2.13 the hooks stay until the error is forgotten, and come off on whichever thread that happens.
+
+    A replay runs on the device's own thread: it would keep stale hooks for ever, and the caller's thread lose its own.
+    """
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        if frame.f_code.co_name == "checkpoint" and frame.f_globals is vars(torch.utils.checkpoint):
+            generator = frame.f_locals.get("gen")
+            if generator is not None:
+                generator.close()
+            return  # a checkpoint inside this one has closed its own
+        trace = trace.tb_next
+
+
+def _checkpoint(function: Callable[..., Any], *args: Any, early_stop: bool, **kwargs: Any) -> Any:
+    """Releases before 2.10 take ``early_stop`` from a context only."""
     if _TAKES_EARLY_STOP:
         return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, early_stop=early_stop, **kwargs)
     if early_stop:  # the default; the context is process-wide, so it is entered only where it is needed

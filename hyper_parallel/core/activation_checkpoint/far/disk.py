@@ -42,7 +42,7 @@ from hyper_parallel.core.activation_checkpoint.far.disk_workers import (
 )
 from hyper_parallel.core.activation_checkpoint.far.host import HostBudget
 from hyper_parallel.core.activation_checkpoint.far.tier import Lease, Refusal, TierStatistics
-from hyper_parallel.errors import DiskTierError, FarMemoryError
+from hyper_parallel.errors import DiskTierError, FarMemoryError, again
 
 __all__ = ["DiskTier"]
 
@@ -180,6 +180,12 @@ class DiskTier:
             self._closed = True
         with contextlib.suppress(DiskTierError):  # who waits for those bytes was told; closing goes on
             self._workers.wait_until_idle()
+        with self._lock:
+            self._drain()
+            in_flight = [after for _, after in self._in_flight if after is not None]
+        for completion in in_flight:
+            with contextlib.suppress(Exception):  # its owner was told
+                completion.wait()
         with self._lock:
             self._drain()
         if self._shut:
@@ -327,7 +333,7 @@ class DiskTier:
                 kept = memoryview(bytearray(piece.nbytes))
                 copy_bytes(kept, view)
             place.kept[piece.start] = kept
-            self.failure = self.failure or error
+            self.failure = self.failure or again(error)
             completion.note(error)
         self._workers.progressed()
 

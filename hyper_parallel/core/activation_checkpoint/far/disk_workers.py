@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Final
 
 from hyper_parallel.core.activation_checkpoint.border import DeviceBackend, Event, Stream
-from hyper_parallel.errors import DiskTierError
+from hyper_parallel.errors import DiskTierError, again
 
 __all__ = ["DiskCompletion", "Direction", "Job", "Workers"]
 
@@ -75,7 +75,7 @@ class DiskCompletion:
     def note(self, error: BaseException) -> None:
         """Something went wrong: whoever orders or waits is told so, once the copy has ended. Called by the worker."""
         if self._error is None:
-            self._error = error
+            self._error = again(error)
 
     def fail(self, error: BaseException) -> None:
         """The copy has ended, because of ``error``. Called by the worker."""
@@ -86,7 +86,7 @@ class DiskCompletion:
         if not self._queued.is_set():
             self._workers.wait(self._queued)
         if self._error is not None:
-            raise self._error
+            raise again(self._error)
 
 
 class Job:

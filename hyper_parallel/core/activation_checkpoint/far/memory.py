@@ -22,7 +22,7 @@ from hyper_parallel.core.activation_checkpoint.far.disk import DiskTier
 from hyper_parallel.core.activation_checkpoint.far.host import HostBudget, HostTier
 from hyper_parallel.core.activation_checkpoint.far.process_memory import default_host_limit_bytes
 from hyper_parallel.core.activation_checkpoint.far.tier import Lease, Refusal, Tier, TierStatistics
-from hyper_parallel.errors import CorruptDataError, DiskTierError
+from hyper_parallel.errors import CorruptDataError, DiskTierError, FarMemoryError, again
 
 __all__ = ["FarMemory", "Overflow", "PlacesBytes"]
 
@@ -183,7 +183,13 @@ class _CheckedCompletion:
             if self._unchecked is not None:
                 lease, target, backend, stream = self._unchecked
                 self.bare.wait()
-                found = _checksum(target, lease.nbytes, backend, stream)
+                try:
+                    found = _checksum(target, lease.nbytes, backend, stream)
+                except MemoryError as error:
+                    raise FarMemoryError(
+                        f"{lease.tier.name}: cannot check {lease.nbytes} bytes that were read back, because the host has no "
+                        "room for a copy of them; leave verify=True off, or lower SwapConfig.host_limit"
+                    ) from error
                 self._unchecked = None  # lets the target go; a second look would compare what its user made of it
                 if found != lease.checksum:
                     self._error = CorruptDataError(
@@ -193,7 +199,7 @@ class _CheckedCompletion:
                         "or leave that tier out of SwapConfig.tiers"
                     )
         if self._error is not None:
-            raise self._error
+            raise again(self._error)
 
 
 def _checksum(flat: FlatBytes, nbytes: int, backend: DeviceBackend, stream: Stream) -> int:

@@ -11,6 +11,7 @@ import torch
 
 from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.record import Position
+from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import PolicyError
 from hyper_parallel.platform.base.trees import tree_map
 from hyper_parallel.platform.eager import EAGER_REASON
@@ -108,6 +109,7 @@ def checkpoint(
             inputs.call, inputs.tensors, inputs.framework_keywords, context_fn=contexts, early_stop=early_stop
         )
     position.sequence = next_sequence()
+    SwapManager().relieve()
     return output
 
 

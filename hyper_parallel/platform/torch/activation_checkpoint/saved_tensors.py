@@ -215,6 +215,7 @@ class Packer:
             version=version,
             is_alive=storage_watch(storage),
             source_is_unchanged=lambda: token._version == version,
+            is_in_region=self._position is not None,
         )
         if group is not None:
             group.records.add(record)

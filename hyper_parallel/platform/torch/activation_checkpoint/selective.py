@@ -49,7 +49,6 @@ __all__ = ["ForwardMode", "Region", "ReplayMode", "create_selective_checkpoint_c
 
 _RECOMPUTES = frozenset({CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE})
 _CONTEXT = PolicyContext()
-_LARGE_BYTES = 2**20
 
 Inputs = list[tuple[torch.Size, torch.dtype]]
 
@@ -210,10 +209,7 @@ class ForwardMode(_RegionMode):
         return filed
 
     def _pack_saved(self, op: Any, tensor: torch.Tensor) -> Kept:
-        nbytes = tensor.nbytes
-        self._saved_bytes += nbytes
-        if nbytes >= _LARGE_BYTES:
-            SwapManager().relieve()
+        self._saved_bytes += tensor.nbytes
         return self._keep(tensor)
 
     def _keep(self, tensor: torch.Tensor) -> Kept:
