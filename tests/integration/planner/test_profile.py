@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import hyper_parallel as hp
-from hyper_parallel.errors import PlanError
+from hyper_parallel.errors import BudgetTooSmallError, PlanError
 from hyper_parallel.planner.profile import Profile
 from hyper_parallel.planner.tape import KEEP
 from hyper_parallel.planner.timeline import Simulator
@@ -217,4 +217,49 @@ def test_what_cannot_be_profiled() -> None:
             hp.profile_memory(model, None)
         with pytest.raises(ValueError, match=r"steps says how many steps are timed"):
             hp.profile_memory(model, step, steps=0)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_step_that_does_not_fit_is_profiled_all_the_same() -> None:
+    """A device that is full at 75 % of what the step left alone needs."""
+    model, step = transformer()
+    with simulated_accelerator():
+        whole = hp.profile_memory(model, step, steps=1)
+    limit = whole.base.total + int(0.75 * (whole.measured.peak_bytes - whole.base.total))
+    with simulated_accelerator() as sim:
+
+        def full(*_: object) -> None:
+            if sim.live_bytes > limit:
+                raise MemoryError(f"{sim.live_bytes} bytes of {limit}")
+
+        step()
+        hooks = [layer.register_forward_hook(full) for layer in model.layers]
+        with pytest.raises(MemoryError, match=f"bytes of {limit}"):
+            step()
+        model.zero_grad()
+        profile = hp.profile_memory(model, step, steps=1)
+        for hook in hooks:
+            hook.remove()
+    assert profile.measured.under == "every block replayed"
+    assert profile.measured.peak_bytes < limit
+    kept = [[op.kept_bytes for op in one.kinds[0].ops] for one in (profile, whole)]
+    assert kept[0] == kept[1]
+    assert hp.plan_memory(profile, limit).predicted_peak_bytes <= limit
+
+
+def test_a_step_that_fits_no_way_says_so() -> None:
+    model, step = transformer()
+    tree = tree_of(model)
+
+    def full(*_: object) -> None:
+        raise MemoryError("full")
+
+    with simulated_accelerator():
+        hook = model.layers[2].register_forward_hook(full)
+        with pytest.raises(
+            BudgetTooSmallError, match=r"does not fit on simulated accelerator even with every block replayed"
+        ):
+            hp.profile_memory(model, step, steps=1)
+        hook.remove()
+    assert tree_of(model) == tree
     assert all(p.grad is None for p in model.parameters())

@@ -16,7 +16,7 @@ import dataclasses
 import gc
 import platform
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -44,6 +44,7 @@ from hyper_parallel.platform.torch.planner.trial import no_trace
 from hyper_parallel.platform.torch.planner.trials import (
     ALONE,
     OBSERVED,
+    REGION,
     REPLAYED,
     REPLAYED_SWAPPED,
     Call,
@@ -101,10 +102,10 @@ class _Profiler:
         base = self._base()
         memory = self._trial(observed, rest=REPLAYED, reads_memory=True)
         timings = [self._timed(observed) for _ in range(self.steps)]
-        replayed_host = self._host_seconds(REPLAYED_SWAPPED)
+        host = {how: self._host_seconds(how) for how in (REPLAYED, REPLAYED_SWAPPED, REGION)}
         kept = sum(_kept_bytes(memory, survey.calls[stand_ins[kind]].block) for kind in kinds)
         plain, plain_peak = self._plain(memory, kept)
-        return self._record(survey, kinds, stand_ins, base, memory, timings, plain, plain_peak, replayed_host)
+        return self._record(survey, kinds, stand_ins, base, memory, timings, plain, plain_peak, host)
 
     # ------------------------------------------------------------------ trials
 
@@ -188,7 +189,7 @@ class _Profiler:
         timings: list[Trial],
         plain: list[Trial],
         weighed: Trial | None,
-        replayed_host: float,
+        host: Mapping[str, float],
     ) -> Profile:
         calls, shared = survey.calls, shared_storages(survey.calls)
         classes = {block.name: block.module.__class__.__name__ for block in self.blocks}
@@ -215,7 +216,6 @@ class _Profiler:
         backend = backend_for(self.device, config)
         assert backend is not None, "a device that has a meter has a backend"
         host_plain = _median([one.points[-1].host_seconds - one.points[0].host_seconds for one in plain])
-        replayed = sum(len(call.ops) for call in calls)
         return Profile(
             versions=Versions(
                 framework="torch",
@@ -234,10 +234,7 @@ class _Profiler:
             link=measure_link(backend, self.meter, self.spans),
             far=far_caps(config),
             engine=engine_settings(config),
-            host=HostCost(
-                step_seconds=host_plain or 0.0,
-                replayed_op_seconds=max(0.0, replayed_host - host_plain) / replayed if host_plain else 0.0,
-            ),
+            host=_host_cost(host_plain, host, len(calls), sum(len(call.ops) for call in calls)),
         )
 
     def _measured(self, plain: list[Trial], weighed: Trial | None) -> Measured:
@@ -256,6 +253,18 @@ class _Profiler:
             reserved_bytes=max(0, self.meter.reserved_bytes()),
             under=under,
         )
+
+
+def _host_cost(plain: float | None, host: Mapping[str, float], calls: int, ops: int) -> HostCost:
+    """Where the step left alone does not fit there is nothing to compare with, and the host counts for nothing."""
+    if plain is None:
+        return HostCost()
+    return HostCost(
+        step_seconds=plain,
+        replayed_op_seconds=max(0.0, host[REPLAYED] - plain) / ops,
+        region_op_seconds=max(0.0, host[REGION] - host[REPLAYED]) / ops,
+        swap_seconds=max(0.0, host[REPLAYED_SWAPPED] - host[REPLAYED]) / calls,
+    )
 
 
 def _median(values: Sequence[float | None]) -> float | None:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from hyper_parallel.core.activation_checkpoint.activation_checkpoint import CheckpointPolicy
 from hyper_parallel.platform.torch.activation_checkpoint.checkpointing import checkpoint
 from hyper_parallel.platform.torch.activation_checkpoint.graph import is_in_backward
 from hyper_parallel.platform.torch.planner.blocks import BlockRef
@@ -26,9 +27,10 @@ from hyper_parallel.platform.torch.planner.paths import Paths
 from hyper_parallel.platform.torch.planner.regions import Replacements
 from hyper_parallel.platform.torch.planner.survey import note_backward
 
-__all__ = ["ALONE", "OBSERVED", "REPLAYED", "REPLAYED_SWAPPED", "Call", "NodeRun", "Point", "Trial", "trial"]
+__all__ = ["ALONE", "OBSERVED", "REGION", "REPLAYED", "REPLAYED_SWAPPED", "Call", "NodeRun", "Point", "Trial", "trial"]
 
 ALONE, OBSERVED, REPLAYED, REPLAYED_SWAPPED = "alone", "observed", "replayed", "replayed, inputs swapped"
+REGION = "a region whose policy keeps nothing"  # what asking costs the host
 
 
 @dataclasses.dataclass
@@ -150,8 +152,13 @@ class _TrialBlock:
         if self._how == ALONE:
             return function(*args, **kwargs)
         if self._how != OBSERVED:
-            swaps = self._how == REPLAYED_SWAPPED
-            return checkpoint(with_own_cache(function, args, kwargs), *args, swap_inputs=swaps, **kwargs)
+            return checkpoint(
+                with_own_cache(function, args, kwargs),
+                *args,
+                swap_inputs=self._how == REPLAYED_SWAPPED,
+                policy_fn=_keep_nothing if self._how == REGION else None,
+                **kwargs,
+            )
         trial = self._trial
         observer = Observer(
             self._block.name,
@@ -164,6 +171,10 @@ class _TrialBlock:
         call.seen = observer.seen
         _watch_nodes(trial, call, output)
         return output
+
+
+def _keep_nothing(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _set(call: Call, name: str, point: Point) -> None:
