@@ -25,7 +25,7 @@ from hyper_parallel.planner.solve import Answer, Solver
 from hyper_parallel.planner.tape import Choice
 from hyper_parallel.planner.timeline import Simulator
 
-__all__ = ["plan_memory"]
+__all__ = ["plan_memory", "written_plan"]
 
 _FATES: Final = {"r": Fate.RECOMPUTE, "s": Fate.SAVE, "w": Fate.SWAP}
 _WHAT_IF: Final = (0.9, 1.1)
@@ -57,7 +57,6 @@ def plan_memory(
     if corrections is None:
         corrections = _calibrated(profile)
     solver = Solver(Simulator(profile, corrections))
-    alone = solver.untouched()
     answer = solver.solve(budget_bytes, effort=effort)
     if answer.timeline.peak_bytes > budget_bytes:
         answer = min(answer, solver.smallest(effort=effort), key=lambda each: each.key(budget_bytes))
@@ -66,17 +65,24 @@ def plan_memory(
     others = [_at(solver, answer, int(budget_bytes * factor), effort) for factor in _WHAT_IF]
     # What a little less or more memory leads to is often a good place to start from.
     answer = solver.solve(budget_bytes, near=[answer, *others], effort=_SECOND_LOOK * effort)
+    what_if = tuple(_as_what_if(answer, other, int(budget_bytes * share)) for other, share in zip(others, _WHAT_IF))
+    return written_plan(solver, answer, budget_bytes, what_if=what_if)
+
+
+def written_plan(solver: Solver, answer: Answer, budget: int, *, what_if: tuple[WhatIf, ...] = ()) -> Plan:
+    """An answer as a plan: every fate with its reason, and what it should come to."""
+    profile = solver.profile
     blocks, recipes = _written(profile, answer)
     return Plan(
         model_fingerprint=profile.model_fingerprint,
-        budget_bytes=budget_bytes,
+        budget_bytes=budget,
         blocks=blocks,
         recipes=recipes,
         settings=answer.solution.settings,
         predicted=_prediction(solver, answer),
-        untouched=_prediction(solver, alone),
-        what_if=tuple(_as_what_if(answer, other, int(budget_bytes * share)) for other, share in zip(others, _WHAT_IF)),
-        corrections=corrections,
+        untouched=_prediction(solver, solver.untouched()),
+        what_if=what_if,
+        corrections=solver.simulator.corrections,
         notes=_notes(profile, answer),
     )
 
