@@ -234,7 +234,9 @@ class _Profiler:
             link=measure_link(backend, self.meter, self.spans),
             far=far_caps(config),
             engine=engine_settings(config),
-            host=_host_cost(host_plain, host, len(calls), sum(len(call.ops) for call in calls)),
+            host=HostCost()  # a simulated device is the host, and its time is counted already
+            if self.meter.is_simulated
+            else _host_cost(host_plain, host, len(calls), sum(len(call.ops) for call in calls)),
         )
 
     def _measured(self, plain: list[Trial], weighed: Trial | None) -> Measured:
