@@ -159,7 +159,7 @@ class Bench:
             planned = [self.timer.run(self.args.steps)]
             norm = self._grad_norm()
         none = self.timer.run(self.args.steps)
-        with hp.apply_plan(self.model, plan):
+        with hp.apply_plan(self.model, plan, device_bytes=applied.device_bytes):
             planned.append(self.timer.run(self.args.steps))
         return {
             "budget_bytes": budget,
@@ -173,6 +173,7 @@ class Bench:
             "attempts": len(applied.history),
             "history": list(applied.history),
             "settings": dataclasses.asdict(plan.settings),
+            "device_bytes": applied.device_bytes,
             "plan": plan.summary().splitlines(),
         }
 

@@ -62,7 +62,7 @@ class PlannerRoom(Protocol):
     ) -> Profile:
         """Run the step a few times and write down what it is made of."""
 
-    def apply_plan(self, model: Model, plan: Plan) -> Any:
+    def apply_plan(self, model: Model, plan: Plan, *, device_bytes: int | None = None) -> Any:
         """Put the plan's regions in the place of the model's blocks."""
 
     def measure_step(self, model: Model, step: Step, *, steps: int, is_guarded: bool = False) -> StepMeasure:

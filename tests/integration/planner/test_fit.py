@@ -10,7 +10,7 @@ from torch import nn
 
 import hyper_parallel as hp
 from hyper_parallel.errors import BudgetTooSmallError, PlanError
-from hyper_parallel.planner.fit import worst_of
+from hyper_parallel.planner.fit import working_bytes, worst_of
 from hyper_parallel.testing import simulated_accelerator
 
 from .models import FAMILIES, assert_same, gradients, transformer, tree_of
@@ -145,6 +145,27 @@ def test_a_step_without_a_backward_is_refused() -> None:
     with simulated_accelerator(), pytest.raises(PlanError, match=r"never ran a backward"):
         hp.fit_memory(model, lambda: model(ids).sum(), "1GiB")
     assert float(model.forwards) == 0
+
+
+def test_spare_room_is_tried_and_never_over_the_budget() -> None:
+    model, step = transformer()
+    fixed = 2 * sum(p.nbytes for p in model.parameters())
+    budget = fixed + int(0.7 * (plain_peak(model, step) - fixed))
+    with simulated_accelerator():
+        profile = hp.profile_memory(model, step, steps=1)
+        # A slow recomputation makes swapping the better choice.
+        slow = [dataclasses.replace(op, seconds=op.seconds * 100) for op in profile.kinds[0].ops]
+        kinds = (dataclasses.replace(profile.kinds[0], ops=tuple(slow)),)
+        profile = dataclasses.replace(
+            profile, kinds=kinds, measured=dataclasses.replace(profile.measured, under="test")
+        )
+        applied = hp.fit_memory(model, step, budget, profile=profile, steps=1)
+        applied.remove()
+    assert applied.plan.predicted.swapped_out_bytes > 0
+    tried = [attempt for attempt in applied.history if attempt["device_bytes"] is not None]
+    assert tried
+    assert tried[0]["device_bytes"] == budget - working_bytes(profile, applied.plan)
+    assert applied.measured.peak_bytes <= budget
 
 
 def test_the_worst_rank_decides() -> None:

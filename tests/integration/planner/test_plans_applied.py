@@ -193,3 +193,23 @@ def test_a_saved_plan_does_the_same(tmp_path: Path) -> None:
             got = gradients(model, step)
         assert_same(got, wanted)
         assert sim.swapped_bytes == 9 * ACTIVATION
+
+
+def test_room_that_the_budget_leaves_is_used_when_it_is_given() -> None:
+    """With room for everything no copy out holds compute up: nothing is let go before backward wants it."""
+    model, step = transformer()
+    wanted = gradients(model, step)
+    peaks, drops = [], []
+    for device_bytes in (None, 10**9):
+        with (
+            simulated_accelerator() as sim,
+            hp.apply_plan(model, plan_for(model), device_bytes=device_bytes) as applied,
+        ):
+            got = gradients(model, step)
+            assert applied.stats()["device_bytes"] == device_bytes
+            peaks.append(sim.peak_bytes)
+            drops.append(sum(what == "drop" for what, _ in sim.events))
+        assert_same(got, wanted)
+    assert drops[0] > 0
+    assert drops[1] == 0
+    assert peaks[1] > peaks[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -83,9 +84,10 @@ class _ByOccurrence:
 class AppliedPlan(Handle):
     """A plan on a model: ``stats()``, ``report(path)``, ``remove()``, or a ``with`` block."""
 
-    def __init__(self, replacements: Replacements, plan: Plan) -> None:
+    def __init__(self, replacements: Replacements, plan: Plan, device_bytes: int | None) -> None:
         super().__init__(replacements)
         self.plan = plan
+        self.device_bytes = device_bytes
         self.measured: StepMeasure | None = None  # filled by fit_memory
         self.history: tuple[Mapping[str, Any], ...] = ()
 
@@ -98,6 +100,7 @@ class AppliedPlan(Handle):
             "measured_peak_bytes": None if self.measured is None else self.measured.peak_bytes,
             "measured_step_seconds": None if self.measured is None else self.measured.step_seconds,
             "reserved_bytes": None if self.measured is None else self.measured.reserved_bytes,
+            "device_bytes": self.device_bytes,
             "regions": len(self._replacements),
             "history": list(self.history),
             **self._counted(),
@@ -122,7 +125,7 @@ def _lines(stats: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def apply_plan(model: Any, plan: Any) -> AppliedPlan:
+def apply_plan(model: Any, plan: Any, *, device_bytes: int | None = None) -> AppliedPlan:
     """See ``hyper_parallel.apply_plan``."""
     who = "apply_plan"
     require_module(model, who)
@@ -132,7 +135,7 @@ def apply_plan(model: Any, plan: Any) -> AppliedPlan:
         )
     plan.check_model(fingerprint_of(model), model=type(model).__name__)
     modules = _modules_of(model, plan, who)
-    settings = swap_config_of(plan.settings)
+    settings = swap_config_of(plan.settings, device_bytes)
     replacements = Replacements(model)
     try:
         for path, module, region in modules:
@@ -140,7 +143,7 @@ def apply_plan(model: Any, plan: Any) -> AppliedPlan:
     except BaseException:
         replacements.restore()
         raise
-    return AppliedPlan(replacements, plan)
+    return AppliedPlan(replacements, plan, device_bytes)
 
 
 def _modules_of(model: nn.Module, plan: Plan, who: str) -> list[tuple[str, nn.Module, RegionPlan]]:
@@ -169,17 +172,14 @@ def _module(named: Mapping[str, nn.Module], block: BlockPlan, inner: str, who: s
     return module
 
 
-def swap_config_of(settings: EngineSettings) -> SwapConfig:
+def swap_config_of(settings: EngineSettings, device_bytes: int | None) -> SwapConfig:
     """The settings of now, with the plan's window, tail and prefetch."""
     now = current_config()
-    return SwapConfig(
+    return dataclasses.replace(
+        now,
         min_bytes=settings.min_bytes,
         tail_bytes=settings.tail_bytes,
         window_bytes=settings.window_bytes,
         prefetch_bytes=settings.prefetch_bytes,
-        tiers=now.tiers,
-        host_limit=now.host_limit,
-        disk_path=now.disk_path,
-        disk_limit=now.disk_limit,
-        verify=now.verify,
+        device_bytes=now.device_bytes if device_bytes is None else device_bytes,
     )
