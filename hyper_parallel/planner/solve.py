@@ -17,7 +17,7 @@ import heapq
 import itertools
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from hyper_parallel.planner.moves import Move, Slot, Solution, Space, with_fate
 from hyper_parallel.planner.profile import EngineSettings
@@ -27,16 +27,24 @@ from hyper_parallel.planner.timeline import Simulator, Timeline
 __all__ = ["Answer", "Solver"]
 
 MOST_EVENTS: Final = 2_500_000  # of tapes, played or written; a few seconds
-_STARTS: Final = 4
-_PAIRS: Final = 40
-_PAIRS_OF_FEW: Final = 400
 _SWAP_COUNTS: Final = 8
-_KICK: Final = 3
-_MISSES: Final = 8
-_MISSES_OF_FEW: Final = 20
+# What a person gets for simplicity's sake, as shares of the step: see Answer.
 _RECIPE_PRICE: Final = 5e-5
 _SWAP_PRICE: Final = 2e-6
 _TOUCH_PRICE: Final = 1e-6
+
+
+class Pace(NamedTuple):
+    """How a search spends its time."""
+
+    starts: int  # seeds to descend from
+    pairs: int  # pairs of moves to try where no single one helps
+    kick: int  # moves at random that leave the best answer
+    misses: int  # kicks in vain that end the search
+
+
+_LONG: Final = Pace(starts=2, pairs=40, kick=2, misses=8)
+_SHORT: Final = Pace(starts=4, pairs=400, kick=3, misses=20)  # few blocks: moves are many for what there is, and cheap
 
 Key = tuple[float, float, float, float]
 
@@ -74,6 +82,7 @@ class Solver:
             [block.input_bytes for block in self.profile.blocks],
             self.profile.engine.min_bytes,
         )
+        self.pace = _SHORT if self.space.is_short else _LONG
         self._played: dict[Solution, Answer] = {}
         self._stop_at = 0
 
@@ -101,7 +110,7 @@ class Solver:
         near = sorted(near, key=lambda answer: answer.key(budget))
         starts = sorted([*near, *self._seeds(budget)], key=lambda answer: answer.key(budget))
         best = starts[0]
-        for start in _distinct([*near, *starts], max(_STARTS, len(near) + 1)):
+        for start in _distinct([*near, *starts], max(self.pace.starts, len(near) + 1)):
             best = min(best, self._descend(start, budget), key=lambda answer: answer.key(budget))
         return self._polish(self._kick(best, budget), budget)
 
@@ -188,12 +197,11 @@ class Solver:
         """Leave the best answer by a few moves at random and descend again, until that no longer helps."""
         dice = random.Random(0)
         misses = 0
-        is_short = self.space.is_short
-        while misses < (_MISSES_OF_FEW if is_short else _MISSES) and not self._is_spent():
+        while misses < self.pace.misses and not self._is_spent():
             solution = best.solution
-            if is_short and misses % 2:
+            if self.space.is_short and misses % 2:
                 solution = self.space.random(dice, solution.settings)
-            for _ in range(_KICK):
+            for _ in range(self.pace.kick):
                 solution = dice.choice(list(self.space.moves(solution, dice.choice((1, 2, 4)))))(solution)
             answer = self._descend(self.play(solution), budget, step=2)
             misses += 1
@@ -250,8 +258,7 @@ class Solver:
         """Two moves that are good only together; the most promising sums first."""
         fits = answer.timeline.peak_bytes <= budget
         sums = self._sums_of_gains(answer, budget, tried) if fits else self._sums_of_peaks(answer, tried)
-        most = _PAIRS_OF_FEW if self.space.is_short else _PAIRS
-        for _, first, second in heapq.nsmallest(most, sums):
+        for _, first, second in heapq.nsmallest(self.pace.pairs, sums):
             if self._is_spent():
                 return None
             both = self.play(tried[second][1](tried[first][1](answer.solution)))

@@ -31,7 +31,7 @@ from hyper_parallel.planner.tape import KEEP, Choice
 from hyper_parallel.planner.timeline import Simulator
 
 TOLERANCE = 1.02
-SLICE, ALL = 80, 1000
+SLICE, ALL = 40, 1000
 UNIT = 1000
 
 
