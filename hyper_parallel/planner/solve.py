@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from hyper_parallel.planner.moves import Move, Slot, Solution, Space, with_fate
-from hyper_parallel.planner.profile import EngineSettings
+from hyper_parallel.planner.profile import Block, EngineSettings
 from hyper_parallel.planner.tape import KEEP, Choice
 from hyper_parallel.planner.timeline import Simulator, Timeline
 
@@ -83,11 +83,15 @@ class Solver:
             self.profile.engine.min_bytes,
         )
         self.pace = _SHORT if self.space.is_short else _LONG
+        self._tied = _tied(self.profile.blocks)
         self._played: dict[Solution, Answer] = {}
         self._stop_at = 0
 
     def play(self, solution: Solution) -> Answer:
         """A solution with its timeline, played once."""
+        if self._tied is not None:
+            choices = tuple(KEEP if first is None else solution.choices[first] for first in self._tied)
+            solution = Solution(choices, solution.settings)
         answer = self._played.get(solution)
         if answer is None:
             answer = Answer(solution, self.simulator.play(solution.choices, solution.settings))
@@ -287,6 +291,18 @@ class Solver:
         flat = [(at, other) for at, (other, _) in enumerate(tried) if other.score != answer.score]
         for (first, one), (second, other) in itertools.combinations(flat, 2):
             yield one.timeline.peak_bytes + other.timeline.peak_bytes, first, second
+
+
+def _tied(blocks: Sequence[Block]) -> list[int | None] | None:
+    """A module that a step calls twice has one fate: that of its first call; none at all where its calls differ in kind."""
+    if len({block.name for block in blocks}) == len(blocks):
+        return None
+    first: dict[str, int] = {}
+    kinds: dict[str, set[int]] = {}
+    for at, block in enumerate(blocks):
+        first.setdefault(block.name, at)
+        kinds.setdefault(block.name, set()).add(block.kind)
+    return [first[block.name] if len(kinds[block.name]) == 1 else None for block in blocks]
 
 
 def _spread(count: int, most: int) -> Iterator[int]:

@@ -323,3 +323,24 @@ def test_two_kinds_and_a_head_that_is_the_peak() -> None:
     assert plan.predicted.peak_where == "forward of the head and loss"
     assert plan.predicted_peak_bytes == budget
     assert plan.predicted.replay_seconds == pytest.approx(4.0)
+
+
+def test_a_module_that_is_called_twice_has_one_fate() -> None:
+    blocks = tuple(Block(name=f"blocks.{at % 2}", kind=0, input_bytes=3) for at in range(4))
+    profile = dataclasses.replace(small_profile(blocks=4, link=NO_LINK), blocks=blocks)
+    for budget in (BASE + 4 * INPUT + VALUE + TRANSIENT, BASE + 4 * INPUT + 3 * VALUE + TRANSIENT):
+        plan = hp.plan_memory(profile, budget)
+        assert not plan.does_nothing
+        assert plan.blocks[0] == plan.blocks[2]
+        assert plan.blocks[1] == plan.blocks[3]
+
+
+def test_a_module_whose_calls_differ_is_left_alone() -> None:
+    other = dataclasses.replace(
+        KIND, name="Other", ops=(*KIND.ops, dataclasses.replace(KIND.ops[1], inputs=(1,), occurrence=1))
+    )
+    blocks = tuple(Block(name=f"blocks.{at // 2}", kind=at == 1, input_bytes=3) for at in range(4))
+    profile = dataclasses.replace(small_profile(blocks=4, link=NO_LINK), kinds=(KIND, other), blocks=blocks)
+    plan = hp.plan_memory(profile, BASE + 4 * INPUT + 3 * VALUE + TRANSIENT)
+    assert [block.recipe is None for block in plan.blocks[:2]] == [True, True]
+    assert plan.recipe_of(plan.blocks[2]) is not None
