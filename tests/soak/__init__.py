@@ -1,0 +1,1 @@
+"""A slice of the long run."""
