@@ -79,7 +79,15 @@ class SwapConfig:
     """Checksum what is written to far memory and compare it when it is read back."""
 
     def __post_init__(self) -> None:
-        for name in ("min_bytes", "tail_bytes", "window_bytes", "prefetch_bytes", "device_bytes", "host_limit", "disk_limit"):
+        for name in (
+            "min_bytes",
+            "tail_bytes",
+            "window_bytes",
+            "prefetch_bytes",
+            "device_bytes",
+            "host_limit",
+            "disk_limit",
+        ):
             value = getattr(self, name)
             if value is None and name != "min_bytes":
                 continue

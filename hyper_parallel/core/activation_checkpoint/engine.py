@@ -188,7 +188,8 @@ class Engine:
         if refusal is not None:
             self.counters.keep(_REFUSED[refusal], record.nbytes)
             return
-        self._tell("offload", record)
+        if self.counters.trace is not None:
+            self.counters.trace("offload", record)
         if not had_copy:
             self.counters.add("swapped_out_bytes", record.nbytes)
             if record.tag is not None:
@@ -209,7 +210,8 @@ class Engine:
                         return
                     self.clock.stalled(record.out)
                 record.finish_offload()
-                self._tell("drop", record)
+                if self.counters.trace is not None:
+                    self.counters.trace("drop", record)
             self._in_flight.popleft()
             self._in_flight_bytes -= nbytes
 
@@ -240,7 +242,8 @@ class Engine:
                 assert record.out is not None, "a record in flight has a copy"
                 self.clock.stalled(record.out)
                 record.finish_offload()
-                self._tell("drop", record)
+                if self.counters.trace is not None:
+                    self.counters.trace("drop", record)
 
     def settle(self, record: Record) -> bool:
         """Something is about to change the source bytes: order it after the copy out. False when there is no copy."""
@@ -249,7 +252,8 @@ class Engine:
                 self._launch_offload(record)
             if record.residency is Residency.D2H:
                 record.finish_offload()
-                self._tell("drop", record)
+                if self.counters.trace is not None:
+                    self.counters.trace("drop", record)
             return record.residency is not Residency.DEVICE
 
     # ------------------------------------------------------------------ backward
@@ -304,7 +308,8 @@ class Engine:
             record.cancel_offload()
         elif record.residency is Residency.HOST:
             self.counters.add("misses", 1)
-            self._tell("miss", record)
+            if self.counters.trace is not None:
+                self.counters.trace("miss", record)
             self._start_load(record)
         elif record.residency is Residency.H2D:
             self.counters.add("prefetch_hits", 1)
@@ -316,7 +321,8 @@ class Engine:
             record.finish_load()
         else:
             record.note_reader()
-        self._tell("use", record)
+        if self.counters.trace is not None:
+            self.counters.trace("use", record)
 
     def _start_load(self, record: Record, stream: Stream | None = None) -> None:
         try:
@@ -330,7 +336,8 @@ class Engine:
     def _loaded(self, record: Record) -> None:
         self.counters.add("swapped_in_bytes", record.nbytes)
         self.clock.copied(record.back, record.nbytes, is_out=False)
-        self._tell("load", record)
+        if self.counters.trace is not None:
+            self.counters.trace("load", record)
 
     def _run_ahead(self, forecast: Forecast, group: object | None, *, least_bytes: int) -> None:
         """What is wanted next and has not left yet stays; then copies make room, and loads take it."""
@@ -348,7 +355,7 @@ class Engine:
         self._prefetch(forecast, group, least_bytes=least_bytes)
 
     def _prefetch(self, forecast: Forecast, group: object | None, *, least_bytes: int) -> None:
-        forced = {group, getattr(group, "before", None)} - {None}
+        forced = () if group is None else (group, getattr(group, "before", None) or group)
         ahead = forecast.ahead_bytes()
         while (record := forecast.upcoming()) is not None:
             if ahead >= least_bytes and record.group not in forced and not self._has_spare_room(record.nbytes):
@@ -423,10 +430,6 @@ class Engine:
                 self._let_go(record)
             self._make_room_in_window()
             self.clock.settle()
-
-    def _tell(self, what: str, record: Record) -> None:
-        if self.counters.trace is not None:
-            self.counters.trace(what, record)
 
     def _account(self) -> None:
         """Fold what records gained and lost, in any thread, into the resident bytes and their peak."""

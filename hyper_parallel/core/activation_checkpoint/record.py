@@ -62,6 +62,7 @@ class Record:
     __slots__ = (
         "__weakref__",
         "_foreign_streams",
+        "_is_ordered",
         "_prepared",
         "back",
         "device_bytes",
@@ -117,6 +118,7 @@ class Record:
         self.back: Completion | None = None
         self._prepared: tuple[FlatBytes, Event, Stream] | None = None
         self._foreign_streams: list[Stream] = []
+        self._is_ordered = False  # the owner stream is, after the load that filled the bytes
         self.shares = 0  # saves beyond the first that this record serves
         self.source_is_unchanged = source_is_unchanged
         self.snapshot_is_exact = False  # the far copy was ordered before anything that changed the source
@@ -203,6 +205,7 @@ class Record:
         with engine.backend.unseen():
             self.back = engine.far.read(self.lease, buffer, backend=engine.backend, stream=lane, ready=allocated)
         self._prepared = None
+        self._is_ordered = False
         self.stream = owner
         self.device_bytes = buffer
         self.residency = target
@@ -211,7 +214,9 @@ class Record:
         """Order the current stream after the load; from here on its kernels may read the bytes."""
         target = next_residency(self.residency, Move.FINISH_LOAD)
         assert self.back is not None, "a load is in flight"
-        self.back.order(self.engine.backend.current_stream())
+        stream = self.engine.backend.current_stream()
+        self.back.order(stream)
+        self._is_ordered = stream == self.stream
         self.residency = target
 
     def note_reader(self) -> None:
@@ -224,10 +229,9 @@ class Record:
 
     def _order_owner(self) -> None:
         """Nothing queued later on the owner stream may run before every copy and every foreign reader is done."""
-        if self.out is not None:
-            self.out.order(self.stream)
-        if self.back is not None:
-            self.back.order(self.stream)
+        copy = self.out if self.back is None else self.back  # the last one that touches these very bytes
+        if copy is not None and not self._is_ordered:
+            copy.order(self.stream)
         for reader in self._foreign_streams:
             self.engine.backend.wait_event(self.stream, self.engine.backend.record_event(reader))
         self._foreign_streams = []

@@ -128,7 +128,9 @@ class LinkClock:
                 if is_load:
                     self._counters.add("late_loads", 1)
                     is_late = True
-        while self._copies and self._both_done(self._copies[0][0], self._copies[0][1]):
+        while self._copies and self._backend.event_is_done(
+            self._copies[0][1]
+        ):  # its start came before, on the same stream
             self._measure(*self._copies.popleft())
         if is_late:
             self._horizon_us = min(self._horizon_us * _HORIZON_GROWTH, _LONGEST_HORIZON_US)

@@ -177,13 +177,13 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the owner is not ordered after the copy out",
-        (Edit(f"{RECORD}._order_owner", "self.out.order(self.stream)", "pass"),),
+        (Edit(f"{RECORD}._order_owner", "copy.order(self.stream)", "copy is self.out or copy.order(self.stream)"),),
         "one step",
         r"let go while copy out",
     ),
     Mutant(
         "the owner is not ordered after the load",
-        (Edit(f"{RECORD}._order_owner", "self.back.order(self.stream)", "pass"),),
+        (Edit(f"{RECORD}._order_owner", "copy.order(self.stream)", "copy is self.back or copy.order(self.stream)"),),
         "one step, all swapped",
         r"let go while copy back",
     ),
@@ -198,8 +198,10 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Edit(
                 f"{RECORD}.prepare_load",
-                "buffer = backend.allocate(self.nbytes)\n        self._prepared = buffer, backend.record_event(stream), stream",
-                "early = backend.record_event(stream)\n        self._prepared = backend.allocate(self.nbytes), early, stream",
+                "buffer = self.engine.far.allocate(backend, self.lease)\n"
+                "        self._prepared = buffer, backend.record_event(stream), stream",
+                "early = backend.record_event(stream)\n"
+                "        self._prepared = self.engine.far.allocate(backend, self.lease), early, stream",
             ),
         ),
         "one step",
@@ -222,7 +224,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a consumer does not wait for the load",
-        (Edit(f"{RECORD}.finish_load", "self.back.order(self.engine.backend.current_stream())", "pass"),),
+        (Edit(f"{RECORD}.finish_load", "self.back.order(stream)", "pass"),),
         "one step",
         r"reads bytes that copy back",
     ),

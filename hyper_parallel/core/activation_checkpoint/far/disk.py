@@ -27,6 +27,7 @@ import dataclasses
 import enum
 import queue
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
@@ -66,6 +67,9 @@ class DiskTier:
         self._file = SwapFile(directory)
         self._reserve_bytes = min(RESERVE_BYTES, self._file.total_bytes() // 20)
         self._workers = Workers(self._file.path, wait_limit_s=wait_limit_s)
+        # An interrupt may lose a lease on its way to its owner: then its room is never returned, and close() cannot end the
+        # threads. They end with the tier in any case.
+        weakref.finalize(self, self._workers.stop, join=False)
         self._arena = Arena(BLOCK_BYTES)
         self._slab: int | None = None
         self._staging: dict[tuple[type, str], _StagingPool] = {}

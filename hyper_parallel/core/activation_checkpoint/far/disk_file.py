@@ -219,6 +219,9 @@ class SwapFile:
                     if os.pwritev(fd, [part], 0) == os.preadv(fd, [part], 0) == BLOCK_BYTES:
                         self._alignment = alignment
                         return fd
+        except BaseException:
+            os.close(fd)
+            raise
         finally:
             os.ftruncate(self._fd, 0)
         os.close(fd)
@@ -257,8 +260,7 @@ def aligned_memory(nbytes: int, *, residue_bytes: int = 0) -> memoryview:
     """Fresh host memory that begins ``residue_bytes`` after a block's first address; ``MemoryError`` when there is none.
 
     It is a mapping of its own: it leaves the process when the last view of it goes, whatever the C allocator would
-    keep. In huge pages, where the kernel gives them on request, a direct call is a few large requests to the disk; in
-    small ones it is cut where a request has as many pieces as the disk takes.
+    keep. It asks for huge pages, where the kernel gives them on request: direct reads into them were nearly twice as fast.
     """
     try:
         # Private, not the default: shared memory has a file of its own behind it, and seldom huge pages.

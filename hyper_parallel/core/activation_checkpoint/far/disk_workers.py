@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import enum
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -60,12 +61,14 @@ class DiskCompletion:
         self._wait_for_worker()
         if self._event is not None:
             self._backend.wait_event(stream, self._event)
+        self._raise()
 
     def wait(self) -> None:
         """See :class:`~hyper_parallel.core.activation_checkpoint.border.Completion`."""
         self._wait_for_worker()
         if self._event is not None:
             self._backend.synchronize_event(self._event)
+        self._raise()
 
     def finish(self, event: Event | None = None) -> None:
         """The bytes are there, or will be after ``event``. Called by the worker."""
@@ -85,6 +88,9 @@ class DiskCompletion:
     def _wait_for_worker(self) -> None:
         if not self._queued.is_set():
             self._workers.wait(self._queued)
+
+    def _raise(self) -> None:
+        """Only after the order: pieces that were queued before the error still use the caller's bytes."""
         if self._error is not None:
             raise again(self._error)
 
@@ -123,6 +129,7 @@ class Workers:
         self._queued_bytes = dict.fromkeys(Direction, 0)
         self._num_unfinished = 0
         self._threads: list[threading.Thread] = []
+        self._pid = os.getpid()
         self._stopping = False
         self._last_progress_s = time.monotonic()
 
@@ -130,15 +137,14 @@ class Workers:
         """Queue a job; holds the caller while its direction's queue is full, unless a worker is the caller."""
         with self._changed:
             self._start()
-            self._num_unfinished += 1
             began_s = time.monotonic()
             # A job larger than the whole queue enters an empty one.
             while may_wait and 0 < self._queued_bytes[job.direction] > self._queue_bytes - job.nbytes:
                 self._changed.wait(_LOOK_EVERY_S)
                 problem = self._problem(began_s)
                 if problem is not None:
-                    self._num_unfinished -= 1
                     raise problem
+            self._num_unfinished += 1
             self._queued_bytes[job.direction] += job.nbytes
             self._jobs[job.direction].append(job)
             self._changed.notify_all()
@@ -177,7 +183,10 @@ class Workers:
                     thread.join(self._wait_limit_s)
 
     def _start(self) -> None:
-        if not self._threads:
+        # Workers that died are replaced; in a forked child they are not: its parent uses the same file.
+        has_living = any(thread.is_alive() for thread in self._threads)
+        if not self._threads or (not has_living and os.getpid() == self._pid):
+            self._threads = []
             self._last_progress_s = time.monotonic()
             for number in range(self.num_workers):
                 thread = threading.Thread(target=self._work, name=f"hyper_parallel disk {number}", daemon=True)
@@ -186,16 +195,27 @@ class Workers:
 
     def _problem(self, began_s: float) -> DiskTierError | None:
         if self._threads and not any(thread.is_alive() for thread in self._threads):
-            return DiskTierError(
+            problem = DiskTierError(
                 f"disk tier: cannot move bytes to or from {self._place}; because all its worker threads have ended; "
                 "after a fork or at the end of the program, build a new SwapManager"
             )
+            self._abandon(problem)
+            return problem
         if time.monotonic() - max(began_s, self._last_progress_s) > self._wait_limit_s:
             return DiskTierError(
                 f"disk tier: cannot wait longer for {self._place}; because nothing moved for {self._wait_limit_s} s; "
                 "look for a disk that hangs, or choose another SwapConfig.disk_path"
             )
         return None
+
+    def _abandon(self, problem: DiskTierError) -> None:
+        """Nobody will do what is queued: those who wait are told, and the bytes are let go. The caller holds the lock."""
+        for direction, jobs in self._jobs.items():
+            for job in jobs:
+                job.completion.fail(problem)
+            self._num_unfinished -= len(jobs)
+            self._queued_bytes[direction] = 0
+            jobs.clear()
 
     def _work(self) -> None:
         while True:

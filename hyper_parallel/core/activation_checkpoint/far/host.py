@@ -279,7 +279,9 @@ class _ordered_if_it_fails:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if kind is not None:
             with contextlib.suppress(Exception):  # the caller's error is the one to hear of
-                self._backend.synchronize_event(self._backend.record_event(self._stream))
+                end = self._backend.record_event(self._stream)
+                self._backend.wait_event(self._backend.current_stream(), end)
+                self._backend.synchronize_event(end)
 
 
 class _Room:

@@ -39,7 +39,8 @@ class GraphTask:
         node: Any = torch._C._current_autograd_node()  # torch.autograd.graph.Node | None
         if node is None:
             return lambda _first, _last: False
-        numbers = sorted(_reachable_numbers(node))
+        numbers = _reachable_numbers(node)
+        numbers.sort()
 
         def reaches(first: int, last: int) -> bool:
             at = bisect.bisect_left(numbers, first)
@@ -52,20 +53,19 @@ class GraphTask:
         _ENGINE.queue_callback(callback)
 
 
-def _reachable_numbers(start: Any) -> set[int]:  # start: torch.autograd.graph.Node
-    numbers: set[int] = set()
+def _reachable_numbers(start: Any) -> list[int]:  # start: torch.autograd.graph.Node
+    """Every backward pays for this walk: the fewer calls the better."""
+    numbers: list[int] = []
     seen = {start}
-    stack = [start]
-    while stack:
-        node = stack.pop()
-        number = node._sequence_nr()
-        if number < _NEVER_ORDERED:
-            numbers.add(number)
-        for child, _ in node.next_functions:
-            if child is not None and child not in seen:
-                seen.add(child)
-                stack.append(child)
-    return numbers
+    level = [start]
+    while level:
+        children = {child for node in level for child, _ in node.next_functions}
+        children.discard(None)
+        children -= seen
+        seen |= children
+        numbers += [node._sequence_nr() for node in level]
+        level = list(children)
+    return [number for number in numbers if number < _NEVER_ORDERED]
 
 
 def current_task() -> GraphTask | None:
