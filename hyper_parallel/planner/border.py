@@ -58,7 +58,14 @@ class PlannerRoom(Protocol):
         """Every op that a rule can speak of, as one step ran it."""
 
     def profile_memory(
-        self, model: Model, step: Step, *, blocks: str | Sequence[str] | None, steps: int, is_guarded: bool = False
+        self,
+        model: Model,
+        step: Step,
+        *,
+        blocks: str | Sequence[str] | None,
+        steps: int,
+        is_guarded: bool = False,
+        agrees: Callable[[bool], bool] = bool,
     ) -> Profile:
         """Run the step a few times and write down what it is made of."""
 

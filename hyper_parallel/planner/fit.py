@@ -172,7 +172,12 @@ class _Fit:
             if self.profile is not None:
                 return self.profile
             return self.room.profile_memory(
-                self.model, self.step, blocks=self.blocks, steps=self.steps, is_guarded=True
+                self.model,
+                self.step,
+                blocks=self.blocks,
+                steps=self.steps,
+                is_guarded=True,
+                agrees=lambda here: all(self.world.gather(here)),
             )
 
         return worst_of(self._together(profile))

@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import gc
 import platform
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -27,7 +26,7 @@ from hyper_parallel.config import current_config
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.core.activation_checkpoint.timing import Span
 from hyper_parallel.errors import BudgetTooSmallError
-from hyper_parallel.planner.profile import BaseBytes, Block, HostCost, Measured, Profile, Segment, Versions
+from hyper_parallel.planner.profile import BaseBytes, Block, BlockKind, HostCost, Measured, Profile, Versions
 from hyper_parallel.platform.torch.activation_checkpoint.devices import backend_for
 from hyper_parallel.platform.torch.planner.blocks import (
     BlockRef,
@@ -39,6 +38,18 @@ from hyper_parallel.platform.torch.planner.blocks import (
 from hyper_parallel.platform.torch.planner.kinds import fold, make_kind, shared_storages
 from hyper_parallel.platform.torch.planner.links import engine_settings, far_caps, measure_link
 from hyper_parallel.platform.torch.planner.meters import Meter, meter_for
+from hyper_parallel.platform.torch.planner.observe import Observation
+from hyper_parallel.platform.torch.planner.segments import (
+    backward_seconds,
+    call_of,
+    epilogue,
+    forward_seconds,
+    host_cost,
+    kept_bytes,
+    made_before_blocks,
+    median,
+    prologue,
+)
 from hyper_parallel.platform.torch.planner.survey import Survey, require_step, surveyed
 from hyper_parallel.platform.torch.planner.trial import no_trace
 from hyper_parallel.platform.torch.planner.trials import (
@@ -47,8 +58,6 @@ from hyper_parallel.platform.torch.planner.trials import (
     REGION,
     REPLAYED,
     REPLAYED_SWAPPED,
-    Call,
-    Point,
     Trial,
     trial,
 )
@@ -66,8 +75,13 @@ def profile_memory(
     blocks: str | Sequence[str] | None = None,
     steps: int = 3,
     is_guarded: bool = False,
+    agrees: Callable[[bool], bool] = bool,
 ) -> Profile:
-    """See ``hyper_parallel.profile_memory``; ``is_guarded``: the caller puts back what trial steps change."""
+    """See ``hyper_parallel.profile_memory``.
+
+    ``is_guarded``: the caller puts back what trial steps change. ``agrees``: whether what is so here is so on all ranks,
+    for steps that only all of them can try.
+    """
     who = "profile_memory"
     require_module(model, who)
     require_step(step, who)
@@ -77,14 +91,37 @@ def profile_memory(
     device = device_of(model, who)
     meter = meter_for(device, who=who)
     with contextlib.nullcontext() if is_guarded else no_trace(model, device, who=who):
-        return _Profiler(model, step, found, device, meter, steps).run()
+        return _Profiler(model, step, found, device, meter, steps=steps, agrees=agrees).run()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """What all trials together showed."""
+
+    calls: Sequence[Observation]  # of the survey, in order
+    kinds: Sequence[int]  # of each call
+    stand_ins: Sequence[int]  # of each kind, the call that was observed
+    base: BaseBytes
+    memory: Trial
+    timings: Sequence[Trial]
+    plain: Sequence[Trial]  # none where the step left alone does not fit
+    weighed: Trial | None
+    host: Mapping[str, float]  # seconds to issue a step whose blocks are all treated alike
 
 
 class _Profiler:
     """The trials of one profile, one after the other."""
 
     def __init__(
-        self, model: nn.Module, step: Step, blocks: list[BlockRef], device: torch.device, meter: Meter, steps: int
+        self,
+        model: nn.Module,
+        step: Step,
+        blocks: list[BlockRef],
+        device: torch.device,
+        meter: Meter,
+        *,
+        steps: int,
+        agrees: Callable[[bool], bool],
     ) -> None:
         self.model = model
         self.step = step
@@ -92,6 +129,7 @@ class _Profiler:
         self.device = device
         self.meter = meter
         self.steps = steps
+        self.agrees = agrees
         self.spans: list[Span] = []
 
     def run(self) -> Profile:
@@ -103,9 +141,21 @@ class _Profiler:
         memory = self._trial(observed, rest=REPLAYED, reads_memory=True)
         timings = [self._timed(observed) for _ in range(self.steps)]
         host = {how: self._host_seconds(how) for how in (REPLAYED, REPLAYED_SWAPPED, REGION)}
-        kept = sum(_kept_bytes(memory, survey.calls[stand_ins[kind]].block) for kind in kinds)
-        plain, plain_peak = self._plain(memory, kept)
-        return self._record(survey, kinds, stand_ins, base, memory, timings, plain, plain_peak, host)
+        kept = sum(kept_bytes(memory, survey.calls[stand_ins[kind]].block) for kind in kinds)
+        plain, weighed = self._plain(memory, kept)
+        return self._record(
+            _Seen(
+                calls=survey.calls,
+                kinds=kinds,
+                stand_ins=stand_ins,
+                base=base,
+                memory=memory,
+                timings=timings,
+                plain=plain,
+                weighed=weighed,
+                host=host,
+            )
+        )
 
     # ------------------------------------------------------------------ trials
 
@@ -162,11 +212,11 @@ class _Profiler:
             self.step()
         return result.points[-1].host_seconds - result.points[0].host_seconds
 
-    def _plain(self, memory: Trial, kept_bytes: int) -> tuple[list[Trial], Trial | None]:
+    def _plain(self, memory: Trial, kept: int) -> tuple[list[Trial], Trial | None]:
         """The step left alone, timed and weighed; nothing where it does not fit."""
         capacity = self.meter.capacity_bytes()
         peak = max(point.peak_bytes for point in memory.points)
-        if capacity is not None and peak + kept_bytes > _FITS_SHARE * capacity:
+        if not self.agrees(capacity is None or peak + kept <= _FITS_SHARE * capacity):
             return [], None
         try:
             weighed = self._trial(set(), rest=ALONE, reads_memory=True)
@@ -179,43 +229,11 @@ class _Profiler:
 
     # ------------------------------------------------------------------ the record
 
-    def _record(
-        self,
-        survey: Survey,
-        kinds: list[int],
-        stand_ins: list[int],
-        base: BaseBytes,
-        memory: Trial,
-        timings: list[Trial],
-        plain: list[Trial],
-        weighed: Trial | None,
-        host: Mapping[str, float],
-    ) -> Profile:
-        calls, shared = survey.calls, shared_storages(survey.calls)
-        classes = {block.name: block.module.__class__.__name__ for block in self.blocks}
-        made = []
-        for kind, at in enumerate(stand_ins):
-            name = calls[at].block
-            members = [number for number, of in enumerate(kinds) if of == kind]
-            made.append(
-                make_kind(
-                    classes[name],
-                    _call_of(memory, name),
-                    [(one, _call_of(one, name)) for one in timings],
-                    forward_seconds=_median([_forward(one, number) for one in plain for number in members]),
-                    backward_seconds=_median([_backward(one, number) for one in plain for number in members]),
-                )
-            )
-        given = [sum(n for key, n in call.input_storages.items() if key not in shared) for call in calls]
-        made_before_blocks = _made_before_blocks(memory)
-        given[0] = min(given[0], made_before_blocks)  # a batch that was there before the step belongs to the base
-        rows = tuple(
-            Block(name=call.block, kind=kind, input_bytes=nbytes) for call, kind, nbytes in zip(calls, kinds, given)
-        )
+    def _record(self, seen: _Seen) -> Profile:
         config = current_config()
         backend = backend_for(self.device, config)
         assert backend is not None, "a device that has a meter has a backend"
-        host_plain = _median([one.points[-1].host_seconds - one.points[0].host_seconds for one in plain])
+        rows = _rows(seen)
         return Profile(
             versions=Versions(
                 framework="torch",
@@ -225,28 +243,38 @@ class _Profiler:
                 python_version=platform.python_version(),
             ),
             model_fingerprint=fingerprint_of(self.model),
-            base=base,
-            kinds=tuple(made),
+            base=seen.base,
+            kinds=tuple(self._kind(seen, kind) for kind in range(len(seen.stand_ins))),
             blocks=rows,
-            prologue=_prologue(memory, plain or timings, rows[0].input_bytes),
-            epilogue=_epilogue(memory, plain or timings),
-            measured=self._measured(plain, weighed),
+            prologue=prologue(seen.memory, seen.plain or seen.timings, rows[0].input_bytes),
+            epilogue=epilogue(seen.memory, seen.plain or seen.timings),
+            measured=self._measured(seen.plain, seen.weighed),
             link=measure_link(backend, self.meter, self.spans),
             far=far_caps(config),
             engine=engine_settings(config),
-            host=HostCost()  # a simulated device is the host, and its time is counted already
-            if self.meter.is_simulated
-            else _host_cost(host_plain, host, len(calls), sum(len(call.ops) for call in calls)),
+            # A simulated device is the host, and its time is counted already.
+            host=HostCost() if self.meter.is_simulated else host_cost(seen.plain, seen.host, seen.calls),
         )
 
-    def _measured(self, plain: list[Trial], weighed: Trial | None) -> Measured:
+    def _kind(self, seen: _Seen, kind: int) -> BlockKind:
+        name = seen.calls[seen.stand_ins[kind]].block
+        members = [number for number, of in enumerate(seen.kinds) if of == kind]
+        return make_kind(
+            next(block.module.__class__.__name__ for block in self.blocks if block.name == name),
+            call_of(seen.memory, name),
+            [(one, call_of(one, name)) for one in seen.timings],
+            forward_seconds=median([forward_seconds(one, number) for one in seen.plain for number in members]),
+            backward_seconds=median([backward_seconds(one, number) for one in seen.plain for number in members]),
+        )
+
+    def _measured(self, plain: Sequence[Trial], weighed: Trial | None) -> Measured:
         under = "none"
         if not plain or weighed is None:
             under = "every block replayed"
             weighed = self._trial(set(), rest=REPLAYED, reads_memory=True)
             plain = [self._trial(set(), rest=REPLAYED, reads_memory=False)]
         before, highest = max(zip(weighed.points, weighed.points[1:]), key=lambda pair: pair[1].peak_bytes)
-        seconds = _median([one.seconds(one.points[0], one.points[-1]) for one in plain])
+        seconds = median([one.seconds(one.points[0], one.points[-1]) for one in plain])
         assert seconds is not None, "at least one step was timed"
         return Measured(
             step_seconds=seconds,
@@ -257,48 +285,14 @@ class _Profiler:
         )
 
 
-def _host_cost(plain: float | None, host: Mapping[str, float], calls: int, ops: int) -> HostCost:
-    """Where the step left alone does not fit there is nothing to compare with, and the host counts for nothing."""
-    if plain is None:
-        return HostCost()
-    return HostCost(
-        step_seconds=plain,
-        replayed_op_seconds=max(0.0, host[REPLAYED] - plain) / ops,
-        region_op_seconds=max(0.0, host[REGION] - host[REPLAYED]) / ops,
-        swap_seconds=max(0.0, host[REPLAYED_SWAPPED] - host[REPLAYED]) / calls,
+def _rows(seen: _Seen) -> tuple[Block, ...]:
+    shared = shared_storages(seen.calls)
+    given = [sum(n for key, n in call.input_storages.items() if key not in shared) for call in seen.calls]
+    given[0] = min(given[0], made_before_blocks(seen.memory))  # a batch that was there before belongs to the base
+    return tuple(
+        Block(name=call.block, kind=kind, input_bytes=nbytes)
+        for call, kind, nbytes in zip(seen.calls, seen.kinds, given)
     )
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
-
-
-def _call_of(one: Trial, name: str) -> Call:
-    return next(call for call in one.calls if call.block == name)
-
-
-def _forward(one: Trial, number: int) -> float | None:
-    if number >= len(one.calls):
-        return None
-    call = one.calls[number]
-    assert call.forward_begin is not None, "every call has a beginning"
-    return None if call.forward_end is None else one.seconds(call.forward_begin, call.forward_end)
-
-
-def _backward(one: Trial, number: int) -> float | None:
-    if number >= len(one.calls):
-        return None
-    call = one.calls[number]
-    if call.backward_begin is None or call.backward_end is None:
-        return None
-    return one.seconds(call.backward_begin, call.backward_end)
-
-
-def _kept_bytes(memory: Trial, name: str) -> int:
-    seen = _call_of(memory, name).seen
-    assert seen is not None, "the block was observed"
-    return sum(op.kept_bytes for op in seen.ops)
 
 
 def _bytes_of(tensors: Any) -> int:
@@ -321,78 +315,3 @@ def _optimizer_states(model: nn.Module) -> list[torch.Tensor]:
             if id(parameter) in mine:
                 found += [value for value in state.values() if isinstance(value, torch.Tensor) and value.dim() > 0]
     return found
-
-
-def _made_before_blocks(memory: Trial) -> int:
-    first = memory.calls[0].forward_begin
-    assert first is not None, "every call has a beginning"
-    return max(0, first.active_bytes - memory.points[0].active_bytes)
-
-
-def _prologue(memory: Trial, timed: Sequence[Trial], input_bytes: int) -> Segment:
-    start, first = memory.points[0], memory.calls[0].forward_begin
-    assert first is not None, "every call has a beginning"
-    backward, backward_transient = 0.0, 0
-    end = memory.calls[0].backward_end
-    if end is not None:
-        after = [point for point in memory.points if point.host_seconds > end.host_seconds]
-        backward_transient = max((point.peak_bytes for point in after), default=0) - end.active_bytes
-        backward = _median([_after_blocks(one) for one in timed]) or 0.0
-    return Segment(
-        forward_seconds=_median([_before_blocks(one) for one in timed]) or 0.0,
-        backward_seconds=backward,
-        kept_bytes=max(0, _made_before_blocks(memory) - input_bytes),
-        forward_transient_bytes=max(0, first.peak_bytes - start.active_bytes),
-        backward_transient_bytes=max(0, backward_transient),
-    )
-
-
-def _before_blocks(one: Trial) -> float | None:
-    first = one.calls[0].forward_begin
-    return None if first is None else one.seconds(one.points[0], first)
-
-
-def _after_blocks(one: Trial) -> float | None:
-    end = one.calls[0].backward_end
-    return None if end is None else one.seconds(end, one.points[-1])
-
-
-@dataclasses.dataclass
-class _Turn:
-    """Between the last block's forward and its backward."""
-
-    last: Point
-    turn: Point  # where the model's forward ended
-    begin: Point  # where the last block's backward begins
-    inside: list[Point]  # every point between, the first excluded
-
-
-def _turn_of(one: Trial) -> _Turn | None:
-    last = max((call.forward_end for call in one.calls if call.forward_end), key=lambda point: point.host_seconds)
-    begins = [call.backward_begin for call in one.calls if call.backward_begin is not None]
-    begin = min(begins, key=lambda point: point.host_seconds) if begins else None
-    if begin is None:
-        return None
-    inside = one.points[one.points.index(last) + 1 : one.points.index(begin) + 1]
-    turn = next((point for point in reversed(inside) if point.name == "model forward ends"), last)
-    return _Turn(last, turn, begin, inside)
-
-
-def _epilogue(memory: Trial, timed: Sequence[Trial]) -> Segment:
-    span = _turn_of(memory)
-    if span is None:
-        return Segment()
-    output = next(call.output_bytes for call in memory.calls if call.forward_end is span.last)
-    ground = span.last.active_bytes - output
-    at_turn = span.inside.index(span.turn) + 1 if span.turn in span.inside else 0
-    forward = max((point.peak_bytes for point in span.inside[:at_turn]), default=span.last.active_bytes)
-    backward = max((point.peak_bytes for point in span.inside[at_turn:]), default=span.turn.active_bytes)
-    turns = [(one, _turn_of(one)) for one in timed]
-    return Segment(
-        forward_seconds=_median([one.seconds(turn.last, turn.turn) for one, turn in turns if turn is not None]) or 0.0,
-        backward_seconds=_median([one.seconds(turn.turn, turn.begin) for one, turn in turns if turn is not None])
-        or 0.0,
-        kept_bytes=max(0, span.turn.active_bytes - ground),
-        forward_transient_bytes=max(0, forward - ground),
-        backward_transient_bytes=max(0, backward - span.turn.active_bytes),
-    )
