@@ -50,7 +50,6 @@ __all__ = [
     "SwapStateError",
     "SwapStateWarning",
     "UnsupportedMemberError",
-    "again",
 ]
 
 E = TypeVar("E", bound=BaseException)
