@@ -55,7 +55,7 @@ def plan_memory(
     if isinstance(effort, bool) or not isinstance(effort, int | float) or not 0 < effort <= 100:
         raise ValueError(f"plan_memory: effort is a number above 0 and up to 100, got {effort!r}")
     if corrections is None:
-        corrections = _calibrated(profile)
+        corrections = _calibrated(profile, budget_bytes)
     solver = Solver(Simulator(profile, corrections))
     answer = solver.solve(budget_bytes, effort=effort)
     if answer.timeline.peak_bytes > budget_bytes:
@@ -87,11 +87,11 @@ def written_plan(solver: Solver, answer: Answer, budget: int, *, what_if: tuple[
     )
 
 
-def _calibrated(profile: Profile) -> Corrections:
+def _calibrated(profile: Profile, budget: int) -> Corrections:
     """Make the step left alone come out as it was measured.
 
-    Bytes that the simulator does not explain are added to every peak; bytes that it only imagines stay as a margin. Time
-    is scaled, unless the host decides how long the step takes.
+    Bytes that the simulator does not explain are added to every peak; bytes that it only imagines stay as a margin, unless
+    the measured step fits: then it fits. Time is scaled, unless the host decides how long the step takes.
     """
     if profile.measured.under != "none":
         return Corrections()
@@ -101,7 +101,9 @@ def _calibrated(profile: Profile) -> Corrections:
     scale = 1.0
     if alone.compute_seconds > 0 and profile.measured.step_seconds > 0 and not is_host_bound:
         scale = min(max(profile.measured.step_seconds / alone.compute_seconds, 0.5), 2.0)
-    return Corrections(peak_bytes=max(0, profile.measured.peak_bytes - alone.peak_bytes), time_scale=scale)
+    unexplained = profile.measured.peak_bytes - alone.peak_bytes
+    fits = profile.measured.peak_bytes <= budget
+    return Corrections(peak_bytes=unexplained if fits else max(0, unexplained), time_scale=scale)
 
 
 def _prediction(solver: Solver, answer: Answer) -> Prediction:

@@ -36,7 +36,7 @@ def small_profile(*, blocks: int = 2, kind: BlockKind = KIND, **changes: Any) ->
         base=BaseBytes(weights=60, gradients=30, optimizer=8, other=2),
         kinds=(kind,),
         blocks=tuple(Block(name=f"blocks.{at}", kind=0, input_bytes=3) for at in range(blocks)),
-        measured=Measured(step_seconds=12.0, peak_bytes=131),
+        measured=Measured(step_seconds=6.0 * blocks, peak_bytes=100 + 13 * blocks + 5),
         link=Link(out_bytes_per_second=5.0, in_bytes_per_second=5.0),
         far=FarCaps(host_bytes=1000),
         engine=SETTINGS,

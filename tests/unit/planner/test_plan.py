@@ -228,8 +228,7 @@ def test_differences_are_said_once_for_all_blocks() -> None:
     lines = alone.diff(tight)
     assert lines[0] == "budget: 9.77 KiB -> 133 B"
     assert "regions: left alone -> whole in 5 blocks (blocks.0 .. blocks.4)" in lines
-    # Calibrated to a measured step of 12 s for what is 36 s on paper, by the most that is believed: half.
-    assert lines[-1] == "predicted: 183 B, 18000.0 ms -> 133 B, 20500.0 ms"
+    assert lines[-1] == "predicted: 183 B, 36000.0 ms -> 133 B, 41000.0 ms"
     assert not any("f#0" in line for line in lines)
 
 
@@ -258,6 +257,14 @@ def test_bytes_that_the_simulator_does_not_explain_are_added() -> None:
     assert plan.predicted_peak_bytes == ALONE + 7
     assert plan.predicted_step_seconds == pytest.approx(24.0)
     assert not hp.plan_memory(profile, ALONE).does_nothing
+
+
+def test_a_step_that_was_measured_to_fit_fits() -> None:
+    profile = small_profile(measured=Measured(step_seconds=12.0, peak_bytes=ALONE - 6))
+    plan = hp.plan_memory(profile, ALONE - 6)
+    assert plan.does_nothing
+    assert plan.predicted_peak_bytes == ALONE - 6
+    assert hp.plan_memory(profile, ALONE - 7).corrections.peak_bytes == 0
 
 
 def test_a_step_that_did_not_fit_calibrates_nothing() -> None:
@@ -315,7 +322,7 @@ def test_two_kinds_and_a_head_that_is_the_peak() -> None:
         small_profile(link=NO_LINK),
         kinds=(KIND, heavy),
         blocks=blocks,
-        measured=Measured(step_seconds=24.0, peak_bytes=1),
+        measured=Measured(step_seconds=1.0, peak_bytes=1, under="everything recomputed"),
         epilogue=Segment(forward_transient_bytes=60, kept_bytes=20),
     )
     budget = BASE + 4 * INPUT + 60
