@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from benchmarks.models import Case
@@ -10,10 +11,13 @@ from benchmarks.modes import (
     Recipe,
     _save_attention,
     _save_matmul_and_attention,
+    alternate,
     last_kept,
     late_saves,
     none,
     ours,
+    phases,
+    plan_mode,
     save_on_cpu,
     swap_everything,
     torch_mode,
@@ -21,7 +25,7 @@ from benchmarks.modes import (
 )
 from hyper_parallel import SwapConfig
 
-MIB = 2**20
+PLANS = Path(__file__).parent / "results" / "plans"
 
 
 def config(window: float, *, prefetch: float, tail: float = 0.0) -> SwapConfig:
@@ -43,51 +47,60 @@ def peers(case: Case) -> dict[str, Any]:
 
 
 WIDE = Recipe(swap=("qkv", "attention", "o"), save=("gate", "up"))
-SPLIT = Recipe(swap=("qkv", "attention"), is_split=True)
-SPLIT_SAVE = Recipe(swap=("qkv", "attention"), save=("gate", "up"), is_split=True)
-SPLIT_GATE = Recipe(swap=("qkv", "attention", "gate"), is_split=True)
-SPLIT_GATE_SAVE = Recipe(swap=("qkv", "attention", "gate"), save=("up",), is_split=True)
+HALVES = Recipe(swap=("qkv", "attention"), is_split=True)
+HALVES_GATE = Recipe(swap=("qkv", "attention", "gate"), is_split=True)
+HALVES_GATE_SAVE = Recipe(swap=("qkv", "attention", "gate"), save=("up",), is_split=True)
+HALVES_ALL = Recipe(swap=("qkv", "attention", "gate", "up"), is_split=True)
+HALVES_SAVED = Recipe(save=("qkv", "attention", "gate", "up"), swap_inputs=False, is_split=True)
+HALVES_SAVE = Recipe(swap=("qkv", "attention"), save=("gate", "up"), is_split=True)
 INPUTS = ours(last_kept(0, Recipe()), config(0.5, prefetch=0.25))
 
 
-def ours_8k() -> dict[str, Any]:
-    """Named by the memory bar each aims at. No layer is kept whole: a tail does the same with less memory."""
+def planned(case: Case, *names: str) -> dict[str, Any]:
+    """The planner's own plans for this case, as it saved them on the same kind of device."""
+    files = {name: PLANS / f"{case.name}_{name}.json" for name in names}
+    return {f"ours planned {name}": plan_mode(path) for name, path in files.items() if path.exists()}
+
+
+def ours_8k(case: Case) -> dict[str, Any]:
+    """Named by the memory bar each aims at. Early layers swap all that the link hides, late layers save."""
+    roomy = config(0.5, prefetch=0.75)
     return {
-        "ours 15.3": ours(last_kept(0, WIDE), config(2.0, prefetch=0.75, tail=0.75)),
-        "ours 9.2": ours(late_saves(0, 8, SPLIT, SPLIT_SAVE), config(1.75, prefetch=0.75, tail=0.6)),
-        "ours 5.2": ours(late_saves(0, 3, SPLIT, SPLIT_SAVE), config(1.0, prefetch=0.75, tail=0.6)),
-        "ours 4.0": ours(late_saves(0, 1, SPLIT, SPLIT_SAVE), config(1.0, prefetch=0.75, tail=0.6)),
+        "ours 15.3": ours(phases((7, HALVES_ALL), (9, HALVES_SAVED)), roomy, act_gib=13.2),
+        "ours 9.2": ours(phases((6, HALVES_GATE), (5, HALVES), (5, HALVES_SAVED)), roomy, act_gib=7.0),
+        "ours 5.2": ours(phases((14, HALVES), (2, HALVES_SAVED)), roomy, act_gib=3.1),
+        "ours 4.0": ours(late_saves(0, 1, HALVES, HALVES_SAVE), config(1.0, prefetch=0.75, tail=0.6)),
+        **planned(case, "15.3", "9.2", "5.2", "4.0"),
         "ours inputs": INPUTS,
         "ours swap all": swap_everything(config(1.0, prefetch=1.0)),
     }
 
 
-def ours_32k() -> dict[str, Any]:
+def ours_32k(case: Case) -> dict[str, Any]:
     """The same for the long sequence, where twice as many bytes hide."""
     return {
         "ours 25.2": ours(last_kept(1, WIDE), config(2.0, prefetch=1.5)),
-        "ours 15.1": ours(late_saves(0, 10, SPLIT_GATE, SPLIT_GATE_SAVE), config(2.0, prefetch=1.5, tail=1.2)),
-        "ours 9.4": ours(late_saves(0, 3, SPLIT_GATE, SPLIT_GATE_SAVE), config(2.0, prefetch=1.5, tail=1.2)),
-        "ours 7.8": ours(last_kept(0, SPLIT_GATE), config(2.0, prefetch=1.5, tail=1.2)),
+        "ours 15.1": ours(late_saves(0, 10, HALVES_GATE, HALVES_GATE_SAVE), config(2.0, prefetch=1.5, tail=1.2)),
+        "ours 9.4": ours(late_saves(0, 3, HALVES_GATE, HALVES_GATE_SAVE), config(2.0, prefetch=1.5, tail=1.2)),
+        "ours 7.8": ours(last_kept(0, HALVES_GATE), config(2.0, prefetch=1.5, tail=1.2)),
+        **planned(case, "25.2", "15.1", "9.4", "7.8"),
         "ours inputs": INPUTS,
     }
 
 
 def ours_llama(case: Case) -> dict[str, Any]:
-    """Hugging Face layers are one module each: one region per layer, its code untouched."""
-    swap = Recipe(swap=("qkv", "attention"))
-    late = Recipe(swap=("qkv", "attention"), save=("gate", "up"))
-    gate = Recipe(swap=("qkv", "attention", "o", "gate"))
-    gate_up = Recipe(swap=("qkv", "attention", "o", "gate"), save=("up",))
+    """Hugging Face layers are one module each: one region per layer, its code untouched.
+
+    The peak sits at the loss. What the device may hold at the end of the layers is what the logits leave.
+    """
+    gate = Recipe(swap=("qkv", "attention", "gate"))
+    gate_o = Recipe(swap=("qkv", "attention", "o", "gate"))
+    all_of_it = Recipe(swap=("qkv", "attention", "o", "gate", "up"))
+    if case.model == "moe":
+        return {"ours attention": ours(last_kept(0, Recipe(swap=("qkv", "attention"))), config(0.5, prefetch=0.5))}
     if case.tokens <= 8192:
-        return {
-            "ours 8.4": ours(late_saves(0, 4, swap, late), config(1.0, prefetch=0.5, tail=0.3)),
-            "ours 8.4b": ours(late_saves(0, 2, swap, late), config(1.0, prefetch=0.5, tail=0.3)),
-        }
-    return {
-        "ours 15.8": ours(last_kept(0, gate), config(2.0, prefetch=1.5, tail=0.6)),
-        "ours 15.8b": ours(late_saves(0, 3, gate, gate_up), config(1.5, prefetch=1.5, tail=0.6)),
-    }
+        return {"ours 8.4": ours(alternate(gate, gate_o), config(0.5, prefetch=1.5), act_gib=2.3)}
+    return {"ours 15.8": ours(alternate(all_of_it, gate_o, gate_o), config(1.0, prefetch=3.0), act_gib=3.65)}
 
 
 def ours_small() -> dict[str, Any]:
@@ -106,4 +119,4 @@ def modes_for(case: Case) -> dict[str, Any]:
         return peers(case) | ours_llama(case)
     if case.name == "stack-small":
         return peers(case) | ours_small()
-    return peers(case) | (ours_32k() if case.tokens > 8192 else ours_8k())
+    return peers(case) | (ours_32k(case) if case.tokens > 8192 else ours_8k(case))

@@ -9,6 +9,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -201,6 +202,25 @@ def phases(*counted: tuple[int, Recipe | None]) -> Callable[[int, int], Recipe |
         return counted[-1][1]
 
     return recipe_of
+
+
+def alternate(*recipes: Recipe) -> Callable[[int, int], Recipe | None]:
+    """One recipe after the other, over and over: an even load on the link."""
+    return lambda index, count: recipes[index % len(recipes)]
+
+
+def plan_mode(path: Path) -> Any:
+    """A plan that was saved."""
+
+    @contextlib.contextmanager
+    def mode(model: nn.Module, layers: nn.ModuleList) -> Iterator[None]:
+        applied = hp.apply_plan(model, hp.Plan.load(path))
+        try:
+            yield
+        finally:
+            applied.remove()
+
+    return mode
 
 
 def last_kept(kept: int, recipe: Recipe) -> Callable[[int, int], Recipe | None]:
