@@ -5,6 +5,7 @@ MindSpore carries no types: its tensors, parameters, cells, dtypes and handles a
 
 from __future__ import annotations
 
+import importlib
 from datetime import timedelta
 from typing import Any, Final
 
@@ -25,10 +26,12 @@ __all__ = [
     "init_with_store",
     "is_recording",
     "no_grad",
+    "op_seeds",
     "pop_saved_tensors_hooks",
     "prime_streams",
     "push_saved_tensors_hooks",
     "remember_world",
+    "restore_op_seeds",
     "tensor_transform",
     "wait_for_ops",
     "world_backend",
@@ -154,3 +157,20 @@ def push_saved_tensors_hooks(pack: Any, unpack: Any) -> None:
 def pop_saved_tensors_hooks() -> None:
     """Take the pair on top off."""
     _executor().pop_saved_tensor_hook()
+
+
+def _seed_counts() -> Any:  # dict: (kernel, seed) -> how often it was asked for
+    # The package has a function of the module's name.
+    return importlib.import_module("mindspore.common.seed")._KERNEL_SEED
+
+
+def op_seeds() -> Any:
+    """Where the random ops of the CPU stand: MindSpore counts their calls in Python."""
+    return dict(_seed_counts())
+
+
+def restore_op_seeds(seeds: Any) -> None:
+    """Put it back; a call that was counted since then was a repetition."""
+    counts = _seed_counts()
+    counts.clear()
+    counts.update(seeds)

@@ -14,7 +14,8 @@ from hyper_parallel.core.activation_checkpoint.policy import ByOpName
 from hyper_parallel.core.activation_checkpoint.record import Position
 from hyper_parallel.errors import PolicyError
 from hyper_parallel.platform.base.trees import tree_map
-from hyper_parallel.platform.mindspore.activation_checkpoint.graph import next_sequence
+from hyper_parallel.platform.mindspore import compat
+from hyper_parallel.platform.mindspore.activation_checkpoint.graph import next_sequence, note_second_order
 from hyper_parallel.platform.mindspore.activation_checkpoint.saved_tensors import AsyncSaveOnCpu, TensorPolicy
 from hyper_parallel.platform.mindspore.activation_checkpoint.selective import create_selective_checkpoint_contexts
 from hyper_parallel.platform.mindspore.device import on_cpu
@@ -125,12 +126,29 @@ def checkpoint(
         return _Both(theirs[0], ours[0]), _Both(theirs[1], ours[1])
 
     if not swap_inputs:
-        return framework_checkpoint(function, *args, context_fn=contexts, **kwargs)
+        with contextlib.nullcontext() if compat.has_saved_tensors_hooks() else _Inputs():
+            return framework_checkpoint(function, *args, context_fn=contexts, **kwargs)
     inputs = _FlatInputs(function, args, kwargs)
     with AsyncSaveOnCpu(swap_config=swap_config, where=f"inputs of {where}", position=position):
         output = framework_checkpoint(inputs.call, *inputs.tensors, context_fn=contexts, **inputs.framework_keywords)
     position.sequence = next_sequence()
     return output
+
+
+class _Inputs(mindspore.saved_tensors_hooks):  # type: ignore[misc]
+    """Sees when backward asks for a region's inputs, which stay as they are; see :func:`note_second_order`."""
+
+    def __init__(self) -> None:
+        super().__init__(_same, _noted)
+
+
+def _same(tensor: Any) -> Any:
+    return tensor
+
+
+def _noted(tensor: Any) -> Any:
+    note_second_order()
+    return tensor
 
 
 class _FlatInputs:

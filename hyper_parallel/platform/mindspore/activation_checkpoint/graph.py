@@ -8,13 +8,22 @@ MindSpore's own numbers of nodes begin again with every gradient.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Hashable
 
 from hyper_parallel.core.activation_checkpoint.forecast import Reach, everything_below
 from hyper_parallel.core.activation_checkpoint.record import Position
+from hyper_parallel.errors import ActivationError
 from hyper_parallel.platform.mindspore import compat
 
-__all__ = ["Backward", "current_task", "is_in_backward", "next_sequence"]
+__all__ = [
+    "Backward",
+    "current_task",
+    "is_in_backward",
+    "next_sequence",
+    "note_second_order",
+    "refuse_second_order",
+]
 
 _NUMBERS = itertools.count(1)
 
@@ -51,3 +60,32 @@ def current_task(position: Position) -> Backward | None:
     """The backward of this thread; None outside one."""
     key = compat.backward_id()
     return None if key is None else Backward(key, position)
+
+
+class _ThisThread(threading.local):
+    """The last backward of this thread that was recorded itself, so that it can be differentiated again."""
+
+    second_order: int | None = None
+
+
+_THIS_THREAD = _ThisThread()
+
+
+def note_second_order() -> None:
+    """Called when backward wants a value: is it being recorded? A replay later in the same backward cannot tell."""
+    if compat.is_recording():
+        _THIS_THREAD.second_order = compat.backward_id()
+
+
+def refuse_second_order(where: str) -> None:
+    """Raise in a backward that is recorded.
+
+    MindSpore does not join what a hook or a mode returns to the graph that the saved value came from, so a part of the
+    second derivative would silently be missing.
+    """
+    backward = compat.backward_id()
+    if backward is not None and backward == _THIS_THREAD.second_order:
+        raise ActivationError(
+            f"{where}: cannot give a second derivative, because MindSpore loses the history of values that were kept or "
+            "swapped by us. Use checkpoint without a policy and without swap_inputs there, or leave the wrapper off."
+        )

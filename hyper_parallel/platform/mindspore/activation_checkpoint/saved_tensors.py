@@ -20,7 +20,12 @@ from hyper_parallel.core.activation_checkpoint.statistics import KeepReason
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import PolicyError
 from hyper_parallel.platform.mindspore.activation_checkpoint.devices import backend_for
-from hyper_parallel.platform.mindspore.activation_checkpoint.graph import is_in_backward, next_sequence
+from hyper_parallel.platform.mindspore.activation_checkpoint.graph import (
+    is_in_backward,
+    next_sequence,
+    note_second_order,
+    refuse_second_order,
+)
 from hyper_parallel.platform.mindspore.activation_checkpoint.packed import Handle, Kept
 from hyper_parallel.platform.mindspore.activation_checkpoint.storages import (
     VersionToken,
@@ -47,6 +52,8 @@ def base_check_fn(tensor: Any) -> bool:
 
 def unpack(packed: Handle | Kept) -> Any:
     """The unpack hook: a function of its own, so that a graph holds no context manager."""
+    note_second_order()
+    refuse_second_order(packed.where)
     return packed.unpack()
 
 
@@ -88,13 +95,14 @@ class Packer:
         return self._pack_by_policy(tensor, nbytes)
 
     def _pack_by_policy(self, tensor: Any, nbytes: int) -> Handle | Kept:
-        answer = self._ask(tensor)
+        is_marked = storage_key(tensor) in self._manager.marks
+        answer = None if is_marked else self._ask(tensor)
         engine = self.engine_of(tensor)
         if engine is None:
             return self._keep(tensor, KeepReason.HOST, nbytes)
         if answer is not None and answer in _SAVES:
             return self._keep_by_policy(engine, tensor, nbytes)
-        if storage_key(tensor) in self._kept_by_policy:
+        if storage_key(tensor) in self._kept_by_policy and not is_marked:
             return self._keep(tensor, KeepReason.POLICY, nbytes)
         if nbytes < self._min_bytes:
             return self._keep(tensor, KeepReason.SMALL, nbytes)
@@ -103,7 +111,7 @@ class Packer:
         return self.swap(engine, tensor, nbytes)
 
     def _ask(self, tensor: Any) -> CheckpointPolicy | None:
-        if self._policy_fn is None or storage_key(tensor) in self._manager.marks:
+        if self._policy_fn is None:
             return None
         answer = self._policy_fn(tensor)
         if answer is None or answer in _SWAPS or answer in _SAVES:

@@ -30,7 +30,12 @@ from hyper_parallel.core.activation_checkpoint.record import Position
 from hyper_parallel.core.activation_checkpoint.statistics import KeepReason
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import ActivationError, ReplayMismatchError
-from hyper_parallel.platform.mindspore.activation_checkpoint.graph import current_task, next_sequence
+from hyper_parallel.platform.mindspore import compat
+from hyper_parallel.platform.mindspore.activation_checkpoint.graph import (
+    current_task,
+    next_sequence,
+    refuse_second_order,
+)
 from hyper_parallel.platform.mindspore.activation_checkpoint.ops import (
     OpFacts,
     facts_of,
@@ -195,10 +200,12 @@ class ReplayMode(mindspore.MsDispatchMode):  # type: ignore[misc]
         self._region = region
         self._counts: dict[str, int] = {}
         self._used: list[Handle] = []
+        self._seeds: Any = None
 
     def __enter__(self) -> ReplayMode:
         self._counts = {}
         self._used = []
+        self._seeds = compat.op_seeds()
         task = current_task(self._region.position)
         if task is not None:
             for engine in self._region.engines:
@@ -212,6 +219,7 @@ class ReplayMode(mindspore.MsDispatchMode):  # type: ignore[misc]
         for handle in self._used:
             handle.record.engine.let_go(handle.record)
         self._used = []
+        compat.restore_op_seeds(self._seeds)  # the calls of random ops were repeated, not made
         return leaves
 
     def __ms_dispatch__(self, func: Any, args: Any, kwargs: Any = None) -> Any:
@@ -230,6 +238,7 @@ class ReplayMode(mindspore.MsDispatchMode):  # type: ignore[misc]
         entry = entries[at]
         if entry is None:
             return func(*args)
+        refuse_second_order(self._region.where)
         inputs = _shapes_of(args)
         if inputs != entry.inputs:
             raise ReplayMismatchError(

@@ -31,6 +31,7 @@ from hyper_parallel.platform.mindspore.activation_checkpoint.storages import (
     ViewSpec,
     flat_bytes,
     is_seen,
+    numpy_dtype,
     storage_key,
     unseen,
 )
@@ -245,7 +246,11 @@ class _Watch(mindspore.MsDispatchMode):  # type: ignore[misc]
         """A copy in watched memory."""
         flat = self._backend.watched(as_array(flat_bytes(tensor)).copy())
         self._backend.touch(flat.storage_address, len(flat), is_write=True, what=what)
-        return ViewSpec(tensor).over(flat)
+        kind = numpy_dtype(tensor.dtype)
+        if kind is None or not tensor.is_contiguous() or tensor.nbytes != len(flat):
+            return ViewSpec(tensor).over(flat)
+        # Where it can be, not a view: MindSpore does not join a view to a graph of the second order.
+        return mindspore.Tensor.from_numpy(flat.tensor.asnumpy().view(kind).reshape(tuple(tensor.shape)))
 
 
 class _Moved(compat.Function):  # type: ignore[misc]

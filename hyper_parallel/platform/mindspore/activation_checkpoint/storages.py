@@ -25,9 +25,11 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import mindspore
-from mindspore import mint
+import numpy as np
+from mindspore import mint, ops
 
 from hyper_parallel.platform.mindspore import compat
+from hyper_parallel.platform.mindspore.device import CPU
 
 __all__ = [
     "DeviceBytes",
@@ -36,6 +38,7 @@ __all__ = [
     "alias",
     "flat_bytes",
     "is_seen",
+    "numpy_dtype",
     "storage_key",
     "unseen",
 ]
@@ -75,13 +78,36 @@ def storage_key(tensor: Any) -> int:
 
 
 @functools.cache
-def _empty_storage(dtype: Any) -> Any:  # mindspore.UntypedStorage, which carries a dtype all the same
-    return mint.empty((0,), dtype=dtype).untyped_storage()
+def _empty(dtype: Any, device: str) -> Any:
+    return mint.empty((0,), dtype=dtype, device=device)
+
+
+@functools.cache
+def numpy_dtype(dtype: Any) -> Any:  # numpy.dtype | None
+    """The dtype of that name in numpy; None where it has none (bfloat16)."""
+    try:
+        return np.dtype(str(dtype).lower())
+    except TypeError:
+        return None
+
+
+def _fresh(dtype: Any, device: str) -> Any:
+    """A new tensor without elements.
+
+    Not that of ``mint.empty``: it is never done being made, and an older primitive that is given it in a replay waits for
+    ever. Nor, on the CPU, through an op: inside a cell with ``to_float`` MindSpore casts what ops are given.
+    """
+    if device != CPU:
+        return ops.stop_gradient(_empty(dtype, device))
+    kind = numpy_dtype(dtype)
+    if kind is None:
+        return mindspore.Tensor(np.empty(0, dtype=np.float32), dtype=dtype)
+    return mindspore.Tensor.from_numpy(np.empty(0, dtype=kind))
 
 
 def _over(storage: Any, dtype: Any, device: str, offset: int, size: Any, stride: Any) -> Any:
     """A new tensor over a storage of that dtype."""
-    fresh = mint.empty((0,), dtype=dtype, device=device)
+    fresh = _fresh(dtype, device)
     fresh.set_(storage, offset, tuple(size), tuple(stride))
     return fresh
 
@@ -115,7 +141,7 @@ class VersionToken:
                 mint.empty((0,), dtype=mindspore.float32), name="version", requires_grad=False
             )
         counter.assign_value(tensor)
-        counter.set_(_empty_storage(tensor.dtype), 0, (0,), (1,))
+        counter.set_(_empty(tensor.dtype, _device_kind(tensor)).untyped_storage(), 0, (0,), (1,))
         self._counter = counter
 
     @property

@@ -73,6 +73,8 @@ class ActivationWrapper(nn.Cell, abc.ABC):  # type: ignore[misc]
     _wrapped: Any  # mindspore.nn.Cell
 
     def __init__(self, module: Any) -> None:
+        if getattr(type(self).construct, "__isabstractmethod__", False):  # a cell is made in C++, which does not look
+            raise TypeError(f"{type(self).__name__}: cannot be made, because it is abstract; give it a construct()")
         if not isinstance(module, nn.Cell):
             if not callable(module):
                 raise TypeError(f"{type(self).__name__}: expected a cell or a callable, got {module!r}")
