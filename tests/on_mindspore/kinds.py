@@ -13,7 +13,7 @@ import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy
 from hyper_parallel.platform.mindspore.activation_checkpoint import AsyncSaveOnCpu
 
-__all__ = ["KINDS", "PLAIN", "RECOMPUTE", "SEEDED", "Kind", "mixed_policy", "swap_everything"]
+__all__ = ["KINDS", "MAIN", "PLAIN", "RECOMPUTE", "SEEDED", "Kind", "mixed_policy", "swap_everything"]
 
 
 def _same(layer: Any) -> Any:
@@ -122,4 +122,6 @@ KINDS: tuple[Kind, ...] = (
     Kind("async_save_around", forward=_under_async_save),
     Kind("mixed_in_async_save", _mixed, _under_async_save, recomputes=True, files_outputs=True),
 )
+_MAIN = ("swap", "checkpoint", "swap_inputs", "mixed", "all_swapped", "checkpoint_in_swap", "async_save_around")
+MAIN = tuple(kind for kind in KINDS if kind.name in _MAIN)
 SEEDED = tuple(kind for kind in KINDS if kind.name in ("swap", "mixed", "all_swapped"))

@@ -11,13 +11,26 @@ from hyper_parallel.errors import ActivationError, InPlaceChangeError
 from hyper_parallel.platform.mindspore import compat
 from hyper_parallel.testing import simulated_accelerator
 
-from .kinds import KINDS, PLAIN, SEEDED, Kind
+from .kinds import KINDS, MAIN, PLAIN, SEEDED, Kind
 from .scenario import MAY_REFUSE, SECOND_ORDER, assert_same, oracle, run
 from .scenarios import SCENARIOS
 
 SMALL_WINDOW: dict[str, Any] = {"window_bytes": 300, "tail_bytes": 0, "prefetch_bytes": 600}
 """Bytes leave at once, back-pressure and a full prefetch window are met in every step."""
 WITH_TAIL: dict[str, Any] = {"window_bytes": 1000, "tail_bytes": 500, "prefetch_bytes": 300}
+
+CORE = {
+    "one_step",
+    "attention_with_shared_tables_and_mask",
+    "dropout",
+    "exception_in_recompute_then_a_step",
+    "five_forwards_backwards_in_any_order",
+    "in_place_inside_a_layer",
+    "keywords_and_nested_values",
+    "nested_wrappers",
+    "strange_strides_and_types",
+}
+"""Scenarios that run under every kind; the others run under the main ones."""
 
 
 def check(name: str, kind: Kind, **settings: Any) -> None:
@@ -34,8 +47,11 @@ def check(name: str, kind: Kind, **settings: Any) -> None:
     assert_same(name, kind, results)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=repr)
-@pytest.mark.parametrize("name", sorted(set(SCENARIOS) - SECOND_ORDER))
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, kind) for name in sorted(set(SCENARIOS) - SECOND_ORDER) for kind in (KINDS if name in CORE else MAIN)],
+    ids=lambda value: value if isinstance(value, str) else repr(value),
+)
 def test_bitwise_when_copies_are_as_late_as_can_be(name: str, kind: Kind) -> None:
     check(name, kind, timing="lazy", **SMALL_WINDOW)
 

@@ -26,6 +26,7 @@ __all__ = [
     "init_with_store",
     "is_recording",
     "no_grad",
+    "on_buffer_registration",
     "op_seeds",
     "pop_saved_tensors_hooks",
     "prime_streams",
@@ -174,3 +175,10 @@ def restore_op_seeds(seeds: Any) -> None:
     counts = _seed_counts()
     counts.clear()
     counts.update(seeds)
+
+
+def on_buffer_registration(hook: Any) -> Any:  # a handle with remove()
+    """Call ``hook(cell, name, tensor)`` wherever a cell registers a buffer; it may return another tensor."""
+    from mindspore.nn.cell import register_cell_buffer_registration_hook
+
+    return register_cell_buffer_registration_hook(hook)

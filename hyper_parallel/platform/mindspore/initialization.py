@@ -1,9 +1,10 @@
 """Where parameters are born, and giving values to those born without any.
 
-MindSpore's own device context is process-wide and takes buffers too, so it cannot serve ``init_on_device``. Its cells
-have one door for parameters and one for buffers, ``insert_param_to_cell`` and ``register_buffer``, and no hook there.
-While a context is open anywhere, both doors look whether the thread that comes is inside one; the last context that
-closes puts MindSpore's own doors back. Initialisers are kept, unrun, for ``init_parameters``.
+MindSpore's own device context is process-wide and takes buffers too, so it cannot serve ``init_on_device``. Cells have a
+hook for the registration of buffers, which serves, and none for that of parameters: these pass one door of the class,
+``insert_param_to_cell``. While a context is open anywhere, hook and door look whether the thread that comes is inside
+one; the last context that closes takes the hook off and puts MindSpore's own door back. Initialisers are kept, unrun,
+for ``init_parameters``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, Final
 import mindspore
 
 from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.platform.mindspore import compat
 from hyper_parallel.platform.mindspore.device import device_name
 from hyper_parallel.platform.mindspore.parameters import is_meta, set_data, settle
 
@@ -73,10 +75,10 @@ def _insert_param(cell: Any, param_name: str, param: Any, *args: Any, **kwargs: 
     return _originals["insert_param_to_cell"](cell, param_name, param, *args, **kwargs)
 
 
-def _register_buffer(cell: Any, name: str, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+def _move_buffer(cell: Any, name: str, tensor: Any) -> Any:
     if _contexts.stack and tensor is not None and _contexts.stack[-1].include_buffers:
-        tensor = tensor.to(_contexts.stack[-1].device)
-    return _originals["register_buffer"](cell, name, tensor, *args, **kwargs)
+        return tensor.to(_contexts.stack[-1].device)
+    return None  # as it is
 
 
 def _open_doors() -> None:
@@ -87,10 +89,9 @@ def _open_doors() -> None:
             return
         cell, parameter = mindspore.nn.Cell, mindspore.Parameter
         _originals["insert_param_to_cell"] = cell.insert_param_to_cell
-        _originals["register_buffer"] = cell.register_buffer
+        _originals["buffer_hook"] = compat.on_buffer_registration(_move_buffer)
         _originals["init_param"] = getattr(parameter, "init_param", True)
         cell.insert_param_to_cell = _insert_param
-        cell.register_buffer = _register_buffer
         parameter.init_param = _ThreadSwitch(_originals["init_param"])
 
 
@@ -101,7 +102,7 @@ def _close_doors() -> None:
         if _open_contexts:
             return
         mindspore.nn.Cell.insert_param_to_cell = _originals["insert_param_to_cell"]
-        mindspore.nn.Cell.register_buffer = _originals["register_buffer"]
+        _originals["buffer_hook"].remove()
         mindspore.Parameter.init_param = _originals["init_param"]
 
 
