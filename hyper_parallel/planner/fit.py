@@ -198,7 +198,7 @@ class _Fit:
             if measured.peak_bytes <= self.budget:
                 agrees = self._agrees(plan, measured, profile)
                 # Of two that are as fast, the one whose prediction held.
-                slack = _AS_FAST if agrees else 1.0
+                slack = 1.0 if not agrees else _AS_FAST if _has_real_time(profile) else float("inf")
                 if best is None or measured.step_seconds < slack * best[1].step_seconds:
                     best = plan, measured
                 if agrees:
@@ -251,8 +251,7 @@ class _Fit:
         """Where copies hold compute up, let them use what the budget leaves at other moments; only if that is faster."""
         if measured is None or plan.predicted.swapped_out_bytes == 0:
             return None, measured
-        is_timed = profile.versions.device != _SIMULATED
-        if is_timed and measured.exposed_copy_seconds < _WORTH_A_TRY * measured.step_seconds:
+        if _has_real_time(profile) and measured.exposed_copy_seconds < _WORTH_A_TRY * measured.step_seconds:
             return None, measured
         device_bytes = self.budget - working_bytes(profile, plan)
         for _ in range(2):
@@ -285,18 +284,17 @@ class _Fit:
     def _agrees(self, plan: Plan, measured: Any, profile: Profile) -> bool:
         if abs(measured.peak_bytes - plan.predicted_peak_bytes) > self.tolerance * plan.predicted_peak_bytes:
             return False
-        if profile.versions.device == _SIMULATED:  # its time is the host's, with all its noise
+        if not _has_real_time(profile):
             return True
         return bool(
             abs(measured.step_seconds - plan.predicted_step_seconds) <= self.tolerance * plan.predicted_step_seconds
         )
 
     def _learn(self, plan: Plan, measured: Any, profile: Profile) -> Corrections:
-        is_timed = profile.versions.device != _SIMULATED
         return plan.corrections.after(
             plan,
             measured_peak_bytes=measured.peak_bytes,
-            measured_step_seconds=measured.step_seconds if is_timed else None,
+            measured_step_seconds=measured.step_seconds if _has_real_time(profile) else None,
         )
 
     def _note(self, plan: Plan, measured: Any, device_bytes: int | None = None) -> None:
@@ -314,6 +312,11 @@ class _Fit:
                 "device_bytes": device_bytes,
             }
         )
+
+
+def _has_real_time(profile: Profile) -> bool:
+    """A simulated device's time is the host's, with all its noise; nothing is decided by it."""
+    return profile.versions.device != _SIMULATED
 
 
 def _deeds(plan: Plan) -> Hashable:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -26,6 +26,8 @@ from hyper_parallel.platform.torch.planner.paths import Paths
 from hyper_parallel.platform.torch.planner.regions import op_name, op_overload
 
 __all__ = ["Observation", "Observer", "SeenOp", "plain_tensors"]
+
+_SIDE_OUTPUT: Final = 8  # an output this many times smaller than all of an op's outputs is a by-product
 
 
 @dataclasses.dataclass
@@ -225,7 +227,9 @@ class Observer(TorchDispatchMode):
             self.seen.input_kept_by.add(reader)
             return
         op = self.seen.ops[producer]
-        op.kept_by.add(reader)
+        # The means of a norm are held by the norm itself; that must not tie its output, which another op holds, to it.
+        if storage.nbytes() * _SIDE_OUTPUT >= op.output_bytes:
+            op.kept_by.add(reader)
         op.kept_bytes += self._sizes.pop((producer, storage._cdata), 0)
 
 
