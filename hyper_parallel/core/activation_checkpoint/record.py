@@ -161,7 +161,18 @@ class Record:
                 )
             except MemoryError:
                 return Refusal.NO_SPACE
+            except BaseException:
+                self._settle(lane)
+                raise
         return None
+
+    def _settle(self, lane: Stream) -> None:
+        """A copy failed half-way, or an interrupt landed between two lines: what was queued is waited for, nobody else will."""
+        backend = self.engine.backend
+        with contextlib.suppress(Exception):  # the caller's error is the one to hear of
+            end = backend.record_event(lane)
+            backend.wait_event(backend.current_stream(), end)
+            backend.synchronize_event(end)
 
     def finish_offload(self) -> None:
         """Order the stream that owns the device bytes after the copy, then let go of them."""
@@ -202,13 +213,17 @@ class Record:
         buffer, allocated, owner = self._prepared
         lane = engine.lanes.back if stream is None else stream
         self.out.order(lane)
-        with engine.backend.unseen():
-            self.back = engine.far.read(self.lease, buffer, backend=engine.backend, stream=lane, ready=allocated)
-        self._prepared = None
-        self._is_ordered = False
-        self.stream = owner
-        self.device_bytes = buffer
-        self.residency = target
+        try:
+            with engine.backend.unseen():
+                self.back = engine.far.read(self.lease, buffer, backend=engine.backend, stream=lane, ready=allocated)
+            self._prepared = None
+            self._is_ordered = False
+            self.stream = owner
+            self.device_bytes = buffer
+            self.residency = target
+        except BaseException:
+            self._settle(lane)
+            raise
 
     def finish_load(self) -> None:
         """Order the current stream after the load; from here on its kernels may read the bytes."""

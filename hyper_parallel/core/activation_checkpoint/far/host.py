@@ -125,9 +125,8 @@ class HostTier:
             completion.order(stream)
         place.room_after = ()
         start = self._start(backend, stream, lease.nbytes)
-        with _ordered_if_it_fails(backend, stream):
-            for host, part in place.parts(source):
-                backend.copy(host, part, stream)
+        for host, part in place.parts(source):
+            backend.copy(host, part, stream)
         place.written = StreamCompletion(backend, start, backend.record_event(stream, timing=True))
         with self._budget.lock:
             self._written_bytes += lease.nbytes
@@ -145,9 +144,8 @@ class HostTier:
         backend.wait_event(stream, ready)
         place.written.order(stream)
         start = self._start(backend, stream, lease.nbytes)
-        with _ordered_if_it_fails(backend, stream):
-            for host, part in place.parts(target):
-                backend.copy(part, host, stream)
+        for host, part in place.parts(target):
+            backend.copy(part, host, stream)
         end = backend.record_event(stream, timing=True)
         with self._budget.lock:
             self._read_bytes += lease.nbytes
@@ -262,26 +260,6 @@ class HostTier:
             self._peak_held_bytes = max(self._peak_held_bytes, held)
             return None
         return Refusal.NO_SPACE
-
-
-class _ordered_if_it_fails:
-    """A copy in parts that fails half-way has parts queued that nobody will ever be ordered after: wait for them."""
-
-    __slots__ = ("_backend", "_stream")
-
-    def __init__(self, backend: DeviceBackend, stream: Stream) -> None:
-        self._backend = backend
-        self._stream = stream
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if kind is not None:
-            with contextlib.suppress(Exception):  # the caller's error is the one to hear of
-                end = self._backend.record_event(self._stream)
-                self._backend.wait_event(self._backend.current_stream(), end)
-                self._backend.synchronize_event(end)
 
 
 class _Room:
