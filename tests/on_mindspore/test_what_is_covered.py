@@ -11,7 +11,6 @@ from hyper_parallel.platform.mindspore import activation_checkpoint
 from .scenarios import SCENARIOS
 
 ROOT = Path(__file__).parents[2]
-MINDSPORE_HAS_MORE = {"double_precision"}  # stands for double_and_complex
 
 
 def torch_scenarios() -> set[str]:
@@ -33,7 +32,7 @@ def test_cases_are_held_or_listed_with_a_reason() -> None:
     missing = cases - set(SCENARIOS)
     assert sorted(missing - listed) == []
     assert sorted(listed & set(SCENARIOS)) == [], "listed as missing, and here"
-    assert sorted(set(SCENARIOS) - cases) == sorted(MINDSPORE_HAS_MORE)
+    assert sorted(set(SCENARIOS) - cases) == []
 
 
 def test_the_room_has_the_names_that_are_promised() -> None:

@@ -114,11 +114,14 @@ def checkpoint(
         raise TypeError(f"checkpoint: expected a cell or a callable, got {function!r}")
     where = f"checkpoint of {label_of(function)}"
     position = Position(next_sequence())
-    policy = _RECOMPUTE_ALL if policy_fn is None else policy_fn
+    # On Ascend MindSpore restores the random state itself, so that nothing need be kept where nothing is asked for.
+    policy = policy_fn if policy_fn is not None or not on_cpu() else _RECOMPUTE_ALL
 
     def contexts() -> ContextPair:
-        ours: ContextPair = create_selective_checkpoint_contexts(
-            policy, swap_config=swap_config, where=where, position=position
+        ours: ContextPair = (
+            noop_context_fn()
+            if policy is None
+            else create_selective_checkpoint_contexts(policy, swap_config=swap_config, where=where, position=position)
         )
         if context_fn is None:
             return ours
