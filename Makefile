@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 RUN := HYPER_PARALLEL_PLATFORM=torch $(BIN)/python
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help install demo test test-long test-gpu test-mindspore check format clean
+.PHONY: help install demo test test-long test-gpu test-mindspore check docs format clean
 
 help:
 	@echo "make demo       train a small transformer with none / recompute / swap and compare"
@@ -13,7 +13,8 @@ help:
 	@echo "make test-long  what would push 'make test' past 45 minutes"
 	@echo "make test-mindspore  the tests on MindSpore alone, in an environment of their own"
 	@echo "make test-gpu   the GPU suite; needs a CUDA device"
-	@echo "make check      format, lint, types, import rules, unit tests"
+	@echo "make check      format, lint, types, import rules, docs without warnings, unit tests"
+	@echo "make docs       the documentation, into site/index.html"
 
 # torch first and alone: with a plain or ranged requirement pip would fetch gigabytes of CUDA packages.
 $(VENV)/.installed: requirements/dev.txt pyproject.toml
@@ -62,12 +63,16 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	$(BIN)/python scripts/audit.py
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/unit tests/architecture -q -m "not long"
+
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .venv-mindspore build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-mindspore build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
