@@ -1,0 +1,7 @@
+"""``python -m hyper_parallel.cli``."""
+
+import sys
+
+from hyper_parallel.cli.main import main
+
+sys.exit(main())

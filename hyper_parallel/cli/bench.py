@@ -1,0 +1,125 @@
+"""Compare ways of running your own model's step: peak, time, bytes moved.
+
+Ways: none, recompute, inputs, swap, boundary, attention, elementwise, rules, and auto for a --budget. Writes a run record
+that `report` draws. The model is as it was afterwards.
+
+Example::
+
+  hyper-parallel bench train:make_model --ways none,recompute,swap,auto --budget 20GiB -o run.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import os
+import platform
+from typing import Any, Final
+
+from hyper_parallel.cli.console import Console
+from hyper_parallel.cli.factory import add_model_arguments, built_model, simulated_where_asked
+from hyper_parallel.cli.failures import CommandError, UsageError
+from hyper_parallel.cli.report import show_run
+from hyper_parallel.config import current_config
+from hyper_parallel.planner.border import room
+from hyper_parallel.planner.budget import parse_budget
+from hyper_parallel.planner.fit import profile_memory
+from hyper_parallel.planner.planning import plan_memory
+from hyper_parallel.planner.records import as_json
+from hyper_parallel.planner.run import RunRecord, StepRecord
+from hyper_parallel.planner.totals import forecast_of, op_totals
+from hyper_parallel.report.page import write_page
+
+__all__ = ["add_arguments", "run"]
+
+_DEFAULT_WAYS: Final = "none,recompute,swap"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's own arguments."""
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--ways", default=None, metavar="A,B,...", help=f"default {_DEFAULT_WAYS}, and auto with --budget"
+    )
+    parser.add_argument("--budget", metavar="BYTES", help="for auto: the peak to keep, such as 20GiB")
+    parser.add_argument("-o", "--output", metavar="FILE", default="run.json", help="default run.json")
+    parser.add_argument("--html", metavar="FILE", help="also the report")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """The command."""
+    room()  # refuses a framework that has no planner before anything is built
+    from hyper_parallel.platform.torch.recording import WAYS
+
+    ways = (args.ways or _DEFAULT_WAYS + (",auto" if args.budget else "")).split(",")
+    unknown = [way for way in ways if way not in WAYS]
+    if unknown or len(set(ways)) != len(ways):
+        raise UsageError(f"--ways: {args.ways!r} must name each way at most once, out of {', '.join(WAYS)}")
+    if "auto" in ways and args.budget is None:
+        raise UsageError("--ways: auto needs a --budget, such as --budget 20GiB")
+    if args.budget is not None:
+        try:
+            parse_budget(args.budget, name="--budget")
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+    record = _measured(args, ways, console)
+    record.save(args.output)
+    if args.html is not None:
+        write_page(args.html, record)
+    names = ("name", "peak_bytes", "step_seconds", "out_bytes", "back_bytes", "exposed_seconds")
+    console.data(
+        {"record": args.output, "ways": [{n: as_json(getattr(step, n)) for n in names} for step in record.steps]}
+    )
+    show_run(record, console)
+    console.say(f"written to {args.output}; draw it with: hyper-parallel report {args.output} -o report.html")
+    return 0
+
+
+def _measured(args: argparse.Namespace, ways: list[str], console: Console) -> RunRecord:
+    from hyper_parallel.platform.torch import recording
+
+    with console.progress("bench", len(ways) + 1) as advance:
+        advance(f"building {args.factory}")
+        model, step = built_model(args.factory)
+        with simulated_where_asked(args.simulate):
+            blocks = recording.find_recorded_blocks(model, args.blocks)
+            recorder = recording.Recorder(model, step, blocks)
+            if recorder.memory_kind.startswith("resident"):
+                raise CommandError(
+                    "the model is on the CPU, and one process cannot tell the memory of one way from that of the next; "
+                    "move it to an accelerator, or count bytes with --simulate"
+                )
+            steps = []
+            with room().guarded(model, who="bench"):
+                for way in ways:
+                    advance(f"running {way}")
+                    steps.append(_one(args, way, model, step, blocks, recorder))
+            versions = recording.versions_of(model)
+    return RunRecord(
+        title=f"{args.factory}, {len(ways)} ways",
+        created=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        versions=versions,
+        memory_kind=recorder.memory_kind,
+        budget_bytes=None if args.budget is None else parse_budget(args.budget),
+        settings={
+            field.name: str(getattr(current_config(), field.name)) for field in dataclasses.fields(current_config())
+        },
+        machine={"system": f"{platform.system()} {platform.machine()}", "cores": str(os.cpu_count())},
+        steps=tuple(steps),
+    )
+
+
+def _one(args: argparse.Namespace, way: str, model: Any, step: Any, blocks: Any, recorder: Any) -> StepRecord:
+    """One way; blocks and recorder are the framework's."""
+    from hyper_parallel.platform.torch import recording
+
+    what = recording.WAYS[way].what
+    if way != "auto":
+        with recording.in_one_way(model, blocks, way):
+            return recorder.record(way, what=what, steps=args.steps)  # type: ignore[no-any-return]
+    profile = profile_memory(model, step, blocks=args.blocks, steps=args.steps)
+    plan = plan_memory(profile, args.budget)
+    with recording.in_one_way(model, blocks, way, plan):
+        record: StepRecord = recorder.record(way, what=what, steps=args.steps)
+    return dataclasses.replace(record, ops=op_totals(profile, plan), forecast=forecast_of(plan))

@@ -1,0 +1,209 @@
+"""Train a small language model under a memory budget, four ways, and compare.
+
+none, recompute, swap and auto (the planner's choice for the budget): peak, step time, bytes moved, and whether all gradients
+are the same, bit for bit. On a machine with a GPU swapped values go to pinned memory; without one the device is RAM and far
+memory is a file, so that the memory of the process really falls. Each way runs in a process of its own.
+
+Example::
+
+  hyper-parallel demo -o demo --budget 400MiB
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from hyper_parallel._version import __version__
+from hyper_parallel.cli.console import Console
+from hyper_parallel.cli.factory import positive
+from hyper_parallel.cli.failures import CommandError, UsageError
+from hyper_parallel.cli.report import show_run
+from hyper_parallel.planner.budget import parse_budget, show_bytes
+from hyper_parallel.planner.plan import Plan
+from hyper_parallel.planner.profile import Profile, Versions
+from hyper_parallel.planner.records import as_json
+from hyper_parallel.planner.run import RunRecord, StepRecord
+from hyper_parallel.report.figure import write_figure
+from hyper_parallel.report.page import write_page
+from hyper_parallel.report.trace import write_run_trace
+
+if TYPE_CHECKING:
+    from hyper_parallel.platform.torch import demo as torch_demo
+
+__all__ = ["add_arguments", "run"]
+
+_PLAN: Final = "plan"
+_WAYS: Final = ("none", "recompute", "swap", "auto")
+_SIZES: Final = ("host", "device", "tiny")
+_TIME_LIMIT_S: Final = 900
+# Large blocks return to the system when they are freed, so that the memory of the process is that of its tensors.
+_ALLOCATOR: Final[Mapping[str, str]] = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's own arguments."""
+    parser.add_argument(
+        "-o", "--output", metavar="DIR", default="hyper-parallel-demo", help="default hyper-parallel-demo"
+    )
+    parser.add_argument("--budget", metavar="BYTES", help="for auto; half of what the step takes by default")
+    parser.add_argument("--steps", type=positive, default=2, metavar="N", help="how many steps are timed (default 2)")
+    parser.add_argument("--disk-path", metavar="DIR", help="where swapped values go on machines without a GPU")
+    parser.add_argument("--size", choices=_SIZES, help="how large a model; chosen by the machine by default")
+    parser.add_argument("--one", choices=(*_WAYS, _PLAN), help=argparse.SUPPRESS)  # one way, in this very process
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """The command."""
+    if args.budget is not None:
+        try:
+            parse_budget(args.budget, name="--budget")
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+    folder = Path(args.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    if args.one is not None:
+        _run_one(args, folder)
+        return 0
+    _trials()  # says what is missing before anything is started
+    with tempfile.TemporaryDirectory(prefix="hyper-parallel-", dir=args.disk_path) as disk:
+        stages = ("none", _PLAN, *_WAYS[1:])
+        with console.progress("demo", len(stages)) as advance:
+            for stage in stages:
+                advance("profiling and planning" if stage == _PLAN else f"training: {stage}")
+                _run_apart(stage, args, folder, disk)
+    record = _collected(args, folder)
+    record.save(folder / "run.json")
+    write_page(folder / "report.html", record)
+    write_figure(folder / "figure.svg", record)
+    write_run_trace(folder / "trace.json", record)
+    are_equal = all(record.are_gradients_equal(step) for step in record.steps)
+    console.data(_figures(record, folder, are_equal=are_equal))
+    show_run(record, console)
+    if record.budget_bytes is not None:
+        auto = record.steps[-1]
+        console.say(
+            f"auto: budget {show_bytes(record.budget_bytes)}, measured {show_bytes(auto.model_peak_bytes)} of the model's own"
+        )
+    console.say(f"report: {folder / 'report.html'} (also run.json, plan.json, figure.svg, trace.json)")
+    if not are_equal:
+        raise CommandError(f"the gradients of the ways differ; please report this with {folder / 'run.json'}")
+    return 0
+
+
+def _trials() -> Any:  # the module hyper_parallel.platform.torch.demo
+    try:
+        from hyper_parallel.platform.torch import demo
+    except ImportError as error:
+        raise CommandError(
+            f"needs torch, which cannot be imported here ({error}); pip install 'hyper-parallel[torch]'"
+        ) from None
+    return demo
+
+
+def _size_of(args: argparse.Namespace, trials: Any) -> torch_demo.DemoSize:
+    name = args.size or ("device" if trials.has_accelerator() else "host")
+    return trials.SIZES[name]  # type: ignore[no-any-return]
+
+
+def _run_apart(stage: str, args: argparse.Namespace, folder: Path, disk: str) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "hyper_parallel.cli",
+        "demo",
+        "--one",
+        stage,
+        "-o",
+        str(folder),
+        "--disk-path",
+        disk,
+    ]
+    command += ["--steps", str(args.steps)]
+    for name, value in (("--budget", args.budget), ("--size", args.size)):
+        command += [name, value] if value is not None else []
+    environment = {**_ALLOCATOR, **os.environ, "HYPER_PARALLEL_PLATFORM": "torch"}
+    try:
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=_TIME_LIMIT_S, env=environment)
+    except subprocess.TimeoutExpired:
+        raise CommandError(f"{stage} took longer than {_TIME_LIMIT_S} s; try --size tiny") from None
+    if finished.returncode != 0:
+        said = finished.stderr.strip() or f"exit code {finished.returncode}"
+        raise CommandError(f"{stage} failed: {said if args.traceback else said.splitlines()[-1]}")
+
+
+def _run_one(args: argparse.Namespace, folder: Path) -> None:
+    trials = _trials()
+    size = _size_of(args, trials)
+    disk = args.disk_path or tempfile.gettempdir()
+    if args.one == _PLAN:
+        alone = StepRecord.load(folder / "none.json")
+        planned = trials.plan_demo(size, budget=args.budget, disk_path=disk, alone=alone)
+        planned.plan.save(folder / "plan.json")
+        planned.profile.save(folder / "profile.json")
+        return
+    planned = None
+    if args.one == "auto":
+        profile, plan = Profile.load(folder / "profile.json"), Plan.load(folder / "plan.json")
+        planned = trials.DemoPlan(profile=profile, plan=plan)
+    step = trials.train(args.one, size, disk_path=disk, steps=args.steps, planned=planned)
+    step.save(folder / f"{args.one}.json")
+    (folder / "settings.json").write_text(json.dumps(trials.settings_in_words(disk)))
+
+
+def _collected(args: argparse.Namespace, folder: Path) -> RunRecord:
+    profile, plan = Profile.load(folder / "profile.json"), Plan.load(folder / "plan.json")
+    is_host = profile.versions.device == "simulated accelerator"
+    size = _size_of(args, _trials())
+    versions: Versions = dataclasses.replace(profile.versions, library_version=__version__)
+    settings = json.loads((folder / "settings.json").read_text())
+    if is_host:
+        versions = dataclasses.replace(versions, device=f"CPU ({platform.machine()}, {os.cpu_count()} cores)")
+        settings["disk_path"] = "a temporary directory"
+    notes = ("planned on the simulated accelerator: a CPU has no allocator to ask",) if is_host else ()
+    steps = [StepRecord.load(folder / f"{way}.json") for way in _WAYS]
+    for name in (*(f"{way}.json" for way in _WAYS), "settings.json"):
+        (folder / name).unlink()
+    return RunRecord(
+        title=f"A language model of {size.layers} layers, {size.batch} × {size.length} tokens, four ways",
+        created=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        versions=versions,
+        memory_kind="resident memory of the process" if is_host else "device memory",
+        budget_bytes=plan.budget_bytes,
+        settings=settings,
+        machine={"system": f"{platform.system()} {platform.machine()}", "cores": str(os.cpu_count())},
+        steps=tuple(steps),
+        notes=notes,
+    )
+
+
+def _figures(record: RunRecord, folder: Path, *, are_equal: bool) -> dict[str, Any]:
+    names = (
+        "name",
+        "peak_bytes",
+        "model_peak_bytes",
+        "step_seconds",
+        "out_bytes",
+        "back_bytes",
+        "exposed_seconds",
+        "losses",
+    )
+    return {
+        "device": record.versions.device,
+        "memory_kind": record.memory_kind,
+        "budget_bytes": record.budget_bytes,
+        "are_gradients_equal": are_equal,
+        "ways": [{name: as_json(getattr(step, name)) for name in names} for step in record.steps],
+        "report": str(folder / "report.html"),
+        "record": str(folder / "run.json"),
+    }

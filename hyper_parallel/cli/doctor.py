@@ -1,0 +1,221 @@
+"""Say what this machine has, how fast it is, and what will and will not work here and why.
+
+Measures the link to every accelerator in both directions, what pinning costs, and the speed of a disk.
+
+Example::
+
+  hyper-parallel doctor --disk-path /fast/disk
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import tempfile
+from typing import TYPE_CHECKING, Any
+
+from hyper_parallel._version import __version__
+from hyper_parallel.cli.console import Console
+from hyper_parallel.config import SwapConfig
+from hyper_parallel.core.activation_checkpoint.far.process_memory import (
+    available_memory_bytes,
+    default_host_limit_bytes,
+)
+from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.planner.budget import show_bytes
+
+if TYPE_CHECKING:
+    from hyper_parallel.platform.torch.machine import Accelerator, DiskSpeed
+
+__all__ = ["Finding", "Machine", "add_arguments", "examined", "findings", "run"]
+
+_PACKAGES = ("torch", "mindspore", "transformers", "trl", "peft", "lightning", "accelerate", "rich")
+_SLOW_DISK_BYTES_PER_SECOND = 500 * 2**20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What was found."""
+
+    python: str
+    packages: dict[str, str]  # only those that are installed
+    torch_problem: str = ""  # why torch cannot be used; empty: it can
+    accelerators: tuple[Accelerator, ...] = ()
+    memory_bytes: int
+    available_bytes: int
+    host_limit_bytes: int
+    cores: int
+    copy_bytes_per_second: float = 0.0
+    disk_path: str
+    disk: DiskSpeed | None = None
+    disk_problem: str = ""
+    settings_problem: str = ""
+    chosen_platform: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that works here, or does not."""
+
+    what: str
+    works: str  # "yes", "no", "slowly"
+    because: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's own arguments."""
+    parser.add_argument(
+        "--disk-path",
+        metavar="DIR",
+        default=tempfile.gettempdir(),
+        help="the disk to measure; the temporary one by default",
+    )
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """The command."""
+    with console.progress("doctor", 2) as advance:
+        advance("looking at packages and devices")
+        machine = examined(args.disk_path)
+        advance("judging")
+        found = findings(machine)
+    console.data({"machine": dataclasses.asdict(machine), "findings": [dataclasses.asdict(one) for one in found]})
+    console.table("This machine", ("what", "value"), _machine_rows(machine), words=(0, 1))
+    rows = [[one.what, one.works, one.because] for one in found]
+    console.table("What works here", ("what", "works", "because"), rows, words=(0, 1, 2))
+    return 0
+
+
+def examined(disk_path: str) -> Machine:
+    """Look at everything, and measure it."""
+    packages = {}
+    for name in _PACKAGES:
+        try:
+            packages[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    facts: dict[str, Any] = {}
+    try:
+        from hyper_parallel.platform.torch import machine
+    except (ImportError, OSError) as error:  # OSError: a library of the wheel is missing or of another machine
+        facts["torch_problem"] = f"{type(error).__name__}: {error}"
+    else:
+        try:
+            facts["accelerators"] = machine.accelerators()
+        except (RuntimeError, MemoryError) as error:
+            facts["torch_problem"] = f"a device is there and cannot be used: {error}"
+        facts["copy_bytes_per_second"] = machine.memory_copy_bytes_per_second()
+        try:
+            facts["disk"] = machine.disk_speed(disk_path)
+        except (HyperParallelError, OSError) as error:
+            facts["disk_problem"] = str(error)
+    try:
+        SwapConfig.from_environment()
+    except ValueError as error:
+        facts["settings_problem"] = str(error)
+    return Machine(
+        python=platform.python_version(),
+        packages=packages,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        available_bytes=available_memory_bytes(),
+        host_limit_bytes=default_host_limit_bytes(),
+        cores=os.cpu_count() or 1,
+        disk_path=disk_path,
+        chosen_platform=os.environ.get("HYPER_PARALLEL_PLATFORM", ""),
+        **facts,
+    )
+
+
+def _rate(bytes_per_second: float) -> str:
+    return f"{show_bytes(int(bytes_per_second))}/s"
+
+
+def _machine_rows(machine: Machine) -> list[list[str]]:
+    rows = [
+        ["hyper_parallel", __version__],
+        ["python", machine.python],
+        *([name, version] for name, version in machine.packages.items()),
+        ["cores", str(machine.cores)],
+        ["RAM", show_bytes(machine.memory_bytes)],
+        ["RAM this process may use", f"{show_bytes(machine.available_bytes)} (machine and control groups)"],
+        ["far memory by default", f"{show_bytes(machine.host_limit_bytes)} of RAM"],
+    ]
+    for number, device in enumerate(machine.accelerators):
+        rows += [
+            [
+                f"device {number}",
+                f"{device.name}, {show_bytes(device.memory_bytes)} ({show_bytes(device.free_bytes)} free)",
+            ],
+            ["  link out / back", f"{_rate(device.out_bytes_per_second)} / {_rate(device.in_bytes_per_second)}"],
+            ["  one copy costs", f"{device.copy_seconds * 1e6:.0f} µs beside its bytes"],
+            ["  pinning 1 GiB takes", f"{device.pin_seconds_per_byte * 2**30:.2f} s, once"],
+        ]
+    if not machine.accelerators:
+        rows.append(["accelerators", "none"])
+    if machine.copy_bytes_per_second:
+        rows.append(["RAM to RAM", _rate(machine.copy_bytes_per_second)])
+    if machine.disk is not None:
+        disk = machine.disk
+        how = "past the page cache" if disk.is_direct else "through the page cache"
+        speeds = f"write {_rate(disk.write_bytes_per_second)}, read {_rate(disk.read_bytes_per_second)} {how}"
+        rows.append([f"disk {machine.disk_path}", f"{speeds}, {show_bytes(disk.free_bytes)} free"])
+    return rows
+
+
+def findings(machine: Machine) -> list[Finding]:
+    """What will and will not work, each with its reason."""
+    if machine.torch_problem:
+        words = f"torch cannot be used here: {machine.torch_problem}. pip install 'hyper-parallel[torch]'"
+        return [Finding(what="PyTorch", works="no", because=words), *_of_settings(machine)]
+    has_device = bool(machine.accelerators)
+    found = [
+        Finding(what="recompute", works="yes", because="needs nothing but torch"),
+        Finding(
+            what="swap to pinned memory",
+            works="yes" if has_device else "no",
+            because=f"up to {show_bytes(machine.host_limit_bytes)} by default; SwapConfig.host_limit changes it"
+            if has_device
+            else "there is no accelerator; values are in host memory already",
+        ),
+        _of_disk(machine, has_device=has_device),
+        Finding(
+            what="planning a budget",
+            works="yes" if has_device else "no",
+            because="profile, plan and fit_memory measure on the device"
+            if has_device
+            else "there is no device memory to plan; --simulate plans on the simulated accelerator",
+        ),
+    ]
+    return [*found, *_of_settings(machine)]
+
+
+def _of_disk(machine: Machine, *, has_device: bool) -> Finding:
+    what = "swap to disk"
+    if machine.disk is None:
+        return Finding(what=what, works="no", because=machine.disk_problem)
+    slowest = min(machine.disk.write_bytes_per_second, machine.disk.read_bytes_per_second)
+    tiers = ("pinned", "disk") if has_device else ("disk",)
+    how = f"hp.configure(tiers={tiers}, disk_path={machine.disk_path!r})"
+    if slowest < _SLOW_DISK_BYTES_PER_SECOND:
+        return Finding(what=what, works="slowly", because=f"{_rate(slowest)} hides behind long steps only; {how}")
+    return Finding(what=what, works="yes", because=how)
+
+
+def _of_settings(machine: Machine) -> list[Finding]:
+    found = []
+    has_mindspore = "mindspore" in machine.packages
+    if has_mindspore:
+        words = f"mindspore {machine.packages['mindspore']} is installed; see docs/mindspore.md for what differs"
+        found.append(Finding(what="MindSpore", works="yes", because=words))
+    if has_mindspore and "torch" in machine.packages and not machine.chosen_platform:
+        words = "both frameworks are installed; say which with HYPER_PARALLEL_PLATFORM=torch or =mindspore"
+        found.append(Finding(what="choosing a framework", works="no", because=words))
+    if machine.settings_problem:
+        found.append(Finding(what="settings in the environment", works="no", because=machine.settings_problem))
+    if machine.available_bytes < machine.memory_bytes // 2:
+        words = f"{show_bytes(machine.available_bytes)} of {show_bytes(machine.memory_bytes)} are left to this process"
+        found.append(Finding(what="large far memory in RAM", works="slowly", because=words))
+    return found

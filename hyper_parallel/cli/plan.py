@@ -1,0 +1,52 @@
+"""Plan a memory budget: which values to save, to swap and to recompute.
+
+Plans for the model that MODULE:FACTORY names, or from a profile that was written before. Nothing is applied; in training
+apply it with `hp.apply_plan(model, hp.Plan.load("plan.json"))`.
+
+Example::
+
+  hyper-parallel plan train:make_model --budget 20GiB -o plan.json
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from hyper_parallel.cli.console import Console
+from hyper_parallel.cli.explain import show_plan
+from hyper_parallel.cli.factory import add_model_arguments
+from hyper_parallel.cli.failures import UsageError
+from hyper_parallel.cli.profile import measured_profile
+from hyper_parallel.planner.budget import parse_budget
+from hyper_parallel.planner.planning import plan_memory
+from hyper_parallel.planner.profile import Profile
+from hyper_parallel.planner.records import as_json
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's own arguments."""
+    add_model_arguments(parser, is_optional=True)
+    parser.add_argument("--profile", metavar="FILE", help="plan from this profile instead of measuring")
+    parser.add_argument("--budget", required=True, metavar="BYTES", help="the peak to keep, such as 20GiB")
+    parser.add_argument("--effort", type=float, default=1.0, metavar="X", help="how long to search (default 1.0)")
+    parser.add_argument("-o", "--output", metavar="FILE", default="plan.json", help="default plan.json")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """The command."""
+    if (args.factory is None) == (args.profile is None):
+        raise UsageError("give either MODULE:FACTORY or --profile FILE, and not both")
+    try:
+        budget = parse_budget(args.budget, name="--budget")
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    profile = Profile.load(args.profile) if args.profile else measured_profile(args, console)
+    console.note("searching for a plan ...")
+    plan = plan_memory(profile, budget, effort=args.effort)
+    plan.save(args.output)
+    console.data({"plan": args.output, "predicted": as_json(plan.predicted), "untouched": as_json(plan.untouched)})
+    show_plan(plan, console, profile=profile)
+    console.say(f"written to {args.output}; in training: hp.apply_plan(model, hp.Plan.load({args.output!r}))")
+    return 0

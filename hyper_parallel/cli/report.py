@@ -1,0 +1,68 @@
+"""Draw a recorded run: one HTML file, and if asked an SVG figure and a Chrome trace.
+
+Run records are written by `demo` and `bench`. The page needs no network; print it for paper.
+
+Example::
+
+  hyper-parallel report run.json -o report.html --svg figure.svg --trace trace.json
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from hyper_parallel.cli.console import Console
+from hyper_parallel.planner.budget import show_bytes
+from hyper_parallel.planner.run import RunRecord
+from hyper_parallel.report.figure import write_figure
+from hyper_parallel.report.page import write_page
+from hyper_parallel.report.trace import write_run_trace
+
+__all__ = ["add_arguments", "run", "show_run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's own arguments."""
+    parser.add_argument("record", metavar="RUN", help="a run.json")
+    parser.add_argument("-o", "--output", metavar="FILE", default="report.html", help="default report.html")
+    parser.add_argument("--svg", metavar="FILE", help="also a figure for papers")
+    parser.add_argument("--timeline-of", metavar="WAY", help="whose timeline the figure shows; the last by default")
+    parser.add_argument("--trace", metavar="FILE", help="also a trace for chrome://tracing and ui.perfetto.dev")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """The command."""
+    record = RunRecord.load(args.record)
+    written = [args.output]
+    write_page(args.output, record)
+    if args.svg is not None:
+        write_figure(args.svg, record, timeline_of=args.timeline_of)
+        written.append(args.svg)
+    if args.trace is not None:
+        write_run_trace(args.trace, record)
+        written.append(args.trace)
+    console.data({"written": written})
+    show_run(record, console)
+    console.say(f"written: {', '.join(written)}")
+    return 0
+
+
+def show_run(record: RunRecord, console: Console) -> None:
+    """Every way of a run in one table."""
+    first = record.steps[0]
+    rows = []
+    for step in record.steps:
+        are_equal = record.are_gradients_equal(step)
+        rows.append(
+            [
+                step.name,
+                show_bytes(step.peak_bytes),
+                f"{step.peak_bytes / first.peak_bytes - 1:+.0%}" if first.peak_bytes else "",
+                f"{step.step_seconds:.2f} s" if step.step_seconds >= 1 else f"{step.step_seconds * 1e3:.1f} ms",
+                show_bytes(step.out_bytes) if step.out_bytes else "-",
+                show_bytes(step.back_bytes) if step.back_bytes else "-",
+                "not compared" if are_equal is None else "bitwise equal" if are_equal else "DIFFERENT",
+            ]
+        )
+    heads = ("way", "peak", "change", "step", "moved out", "moved back", "gradients")
+    console.table(f"{record.title} ({record.versions.device}, {record.memory_kind})", heads, rows)
