@@ -340,6 +340,11 @@ def slow_copies(seed):
         AcceleratorBackend.copy = plain
 
 
+def forget_last_error(device):
+    """Of a backward that raised, torch keeps the last node until the next backward on that thread, with us and without us."""
+    torch.ones(1, device=device, requires_grad=True).sum().backward()
+
+
 def run_once(program, hp, device):
     """One run on a fresh device; with us, also whether anything was left behind."""
     faults, facts, entries = [], None, []
@@ -351,6 +356,7 @@ def run_once(program, hp, device):
         with device_of(program["SETTINGS"], device) as live_bytes:
             before = live_bytes()
             entries = run_program(program, hp, device)
+            forget_last_error(device)
             left = live_bytes() - before
             if is_ours:
                 facts = hp.stats()

@@ -83,6 +83,9 @@ def checkpoint(
     if not callable(function):
         raise TypeError(f"checkpoint: expected a module or a callable, got {function!r}")
     where = f"checkpoint of {label_of(function)}"
+    if not swap_inputs and _hides_its_device(args, kwargs):
+        inputs = _FlatInputs(function, args, kwargs)
+        function, args, kwargs = inputs.call, tuple(inputs.tensors), inputs.framework_keywords
     if policy_fn is None and not swap_inputs:
         return _run(function, args, kwargs, context_fn=context_fn, early_stop=early_stop)
     refuse_capture(where)
@@ -111,6 +114,21 @@ def checkpoint(
     position.sequence = next_sequence()
     SwapManager().relieve()
     return output
+
+
+def _hides_its_device(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether tensors come by keyword alone.
+
+    Torch's checkpoint learns from the positional ones which devices' random states to keep; with none, it keeps no device's,
+    and a replayed dropout draws other numbers.
+    """
+    if not kwargs or any(isinstance(value, torch.Tensor) for value in args):
+        return False
+    return bool(_FlatInputs(_nothing, (), kwargs).tensors) and not _FlatInputs(_nothing, args, {}).tensors
+
+
+def _nothing() -> None:
+    """Stands for a function that is not called."""
 
 
 def _run(
