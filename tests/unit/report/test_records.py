@@ -1,0 +1,83 @@
+"""Run records: saved and loaded as they were, and refused when they are not ours."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hyper_parallel.errors import PlanError
+from hyper_parallel.planner.run import Curve, OpTotal, RunRecord, StepRecord, Track, WorkSpan
+from tests.unit.report.runs import hostile_run, small_run, small_step
+
+
+@pytest.mark.parametrize("run", [small_run(), hostile_run()], ids=["plain", "hostile"])
+def test_a_run_comes_back_as_it_was(run: RunRecord, tmp_path: Path) -> None:
+    run.save(tmp_path / "run.json")
+    assert RunRecord.load(tmp_path / "run.json") == run
+    assert json.loads((tmp_path / "run.json").read_text())["schema"] == "hyper_parallel.run/1"
+
+
+def test_a_step_comes_back_as_it_was(tmp_path: Path) -> None:
+    small_step().save(tmp_path / "step.json")
+    assert StepRecord.load(tmp_path / "step.json") == small_step()
+
+
+def change(path: Path, edit: Any) -> None:
+    data = json.loads(path.read_text())
+    edit(data)
+    path.write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (
+            lambda data: data.update(schema="hyper_parallel.run/9"),
+            r"schema is 'hyper_parallel.run/9', this version reads",
+        ),
+        (lambda data: data.update(surprise=1), r"unknown surprise; known are title"),
+        (lambda data: data.pop("versions"), r"missing versions"),
+        (lambda data: data["steps"][0].update(peak_bytes="much"), r"steps\[0\].peak_bytes: expected int, got 'much'"),
+        (lambda data: data["steps"][0].update(peak_bytes=-1), r"a peak of -1 bytes is negative"),
+        (lambda data: data["steps"][0]["memory"]["nbytes"].pop(), r"3 times and 2 values"),
+        (lambda data: data["steps"][0]["memory"]["times_us"].reverse(), r"times_us: does not rise"),
+        (lambda data: data["steps"][0]["spans"][0].update(track="sideways"), r"expected one of forward, replay"),
+        (lambda data: data.update(steps=[]), r"RunRecord.steps: 0; 1 to 64 are read"),
+        (lambda data: data.update(steps=[data["steps"][0]] * 2), r"names must differ, got none, none"),
+    ],
+)
+def test_a_file_that_is_not_ours_is_refused(edit: Any, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    small_run().save(path)
+    change(path, edit)
+    with pytest.raises(PlanError, match=words):
+        RunRecord.load(path)
+
+
+def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(PlanError, match=r"is not a RunRecord that can be read.*Write it again with RunRecord.save"):
+        RunRecord.load(tmp_path / "run.json")
+
+
+def test_a_span_that_ends_before_it_begins_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"WorkSpan 'a': ends at 1.0, before 2.0"):
+        WorkSpan(track=Track.FORWARD, name="a", start_us=2.0, end_us=1.0)
+    with pytest.raises(ValueError, match=r"Curve.nbytes: has a negative value"):
+        Curve(times_us=(0.0,), nbytes=(-1,))
+    with pytest.raises(ValueError, match=r"OpTotal mm.saved_bytes: -1 is negative"):
+        OpTotal(op="mm", count=1, saved_bytes=-1)
+
+
+def test_gradients_are_equal_different_or_were_not_compared() -> None:
+    run = small_run(
+        steps=(small_step("a"), small_step("b"), small_step("c", gradients="x"), small_step("d", gradients=""))
+    )
+    assert [run.are_gradients_equal(step) for step in run.steps] == [True, True, False, None]
+
+
+def test_the_models_own_peak_is_the_peak_without_the_process() -> None:
+    assert small_step().model_peak_bytes == small_step().peak_bytes - 300 * 2**20
