@@ -12,6 +12,7 @@ import functools
 import json
 import math
 import os
+import stat
 import tempfile
 import types
 import typing
@@ -31,6 +32,14 @@ def require(is_true: bool, text: str) -> None:
     """A record's check of itself."""
     if not is_true:
         raise ValueError(text)
+
+
+def _is_finite(number: float) -> bool:
+    """JSON knows integers that no float can hold."""
+    try:
+        return math.isfinite(number)
+    except OverflowError:
+        return False
 
 
 def as_json(value: Any) -> Any:
@@ -96,7 +105,7 @@ def _record_from_json(kind: Any, data: Any, where: str) -> Any:
 def _plain_from_json(kind: Any, data: Any, where: str) -> Any:
     if kind is float:
         is_number = isinstance(data, int | float) and not isinstance(data, bool)
-        require(is_number and math.isfinite(data), f"{where}: expected a finite number, got {_short(data)}")
+        require(is_number and _is_finite(data), f"{where}: expected a finite number, got {_short(data)}")
         return float(data)
     is_right = isinstance(data, kind) and (kind is bool or not isinstance(data, bool))
     require(is_right, f"{where}: expected {kind.__name__}, got {_short(data)}")
@@ -122,23 +131,35 @@ def save_record(record: Any, path: str | os.PathLike[str], *, schema: str) -> No
         raise
 
 
+def _text_of(target: Path, what: str) -> str:
+    """A regular file of a bounded size: reading a pipe would wait for ever."""
+    try:
+        status = target.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise PlanError(f"{what}.load: cannot read {target}: it is not a file")
+        if status.st_size > MOST_FILE_BYTES:
+            raise PlanError(
+                f"{what}.load: {target} has {status.st_size} bytes; more than {MOST_FILE_BYTES} is no file of ours"
+            )
+        return target.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"{what}.load: cannot read {target}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{what}.load: {target} is not a {what} that can be read: {error}") from None
+
+
 def load_record(kind: type[T], path: str | os.PathLike[str], *, schema: str) -> T:
     """Read what :func:`save_record` wrote."""
     what = kind.__name__
     target = Path(path)
+    text = _text_of(target, what)
     try:
-        size = target.stat().st_size
-    except OSError as error:
-        raise PlanError(f"{what}.load: cannot read {target}: {error.strerror or error}") from None
-    if size > MOST_FILE_BYTES:
-        raise PlanError(f"{what}.load: {target} has {size} bytes; more than {MOST_FILE_BYTES} is no file of ours")
-    try:
-        data = json.loads(target.read_text(encoding="utf-8"))
+        data = json.loads(text)
         require(isinstance(data, dict), f"expected an object, got {_short(data)}")
         found = data.pop("schema", None)
         require(found == schema, f"schema is {found!r}, this version reads {schema!r}")
         return typing.cast(T, from_json(kind, data, where=what))
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise PlanError(
             f"{what}.load: {target} is not a {what} that can be read: {error}. Write it again with {what}.save(path)."
         ) from error
