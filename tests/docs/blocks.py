@@ -29,13 +29,18 @@ class Block:
 
     page: str
     line: int  # of its first line of code
-    language: str
+    info: str  # what stands after the fence: python title="train.py"
     text: str
 
     @property
     def where(self) -> str:
         """For messages."""
         return f"{self.page}:{self.line}"
+
+    @property
+    def language(self) -> str:
+        """The first word of its info."""
+        return self.info.partition(" ")[0]
 
     @property
     def needs(self) -> str:
@@ -53,8 +58,8 @@ def blocks_of(page: str, text: str) -> list[Block]:
     found = []
     for match in _FENCE.finditer(text):
         line = text.count("\n", 0, match.start("body")) + 1
-        language, body = match.group("info").strip(), textwrap.dedent(match.group("body"))
-        found.append(Block(page, line, language, body))
+        info, body = match.group("info").strip(), textwrap.dedent(match.group("body"))
+        found.append(Block(page, line, info, body))
     return found
 
 
