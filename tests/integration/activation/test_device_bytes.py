@@ -69,7 +69,8 @@ def test_what_is_saved_beside_the_schedule_makes_the_copies_go() -> None:
     bound, events = peak_and_events(device_bytes=strict - 4 * VALUE)
     assert bound <= strict < roomy
     forward = events[: events.index("load")]
-    assert forward.count("drop") == 6 and forward[:6] == ["offload"] * 6  # all copies queued first, all gone by the turn
+    assert forward[:6] == ["offload"] * 6  # all copies are queued first
+    assert forward.count("drop") == 6  # and all are gone by the turn
 
 
 def test_loads_run_far_ahead_where_there_is_room() -> None:
