@@ -101,7 +101,8 @@ def test_a_full_disk_is_named_and_the_bytes_stay_readable(
         assert torch.equal(target, kept)
     assert tier.reserve(backend, MIB) is Refusal.NO_SPACE  # it is not trusted with more
     assert str(tier.failure) == str(caught.value)
-    assert tier.failure is not None and tier.failure.errno == errno.ENOSPC
+    assert tier.failure is not None
+    assert tier.failure.errno == errno.ENOSPC
     assert tier.failure.__traceback__ is None  # no frame, no batch
     tier.release(lease, loaded)
     assert tier.statistics().live_bytes == 0
