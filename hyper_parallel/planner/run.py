@@ -169,9 +169,14 @@ class StepRecord:
         )
 
     @property
+    def process_bytes(self) -> int:
+        """What the process holds without the model, where peaks are a whole process's; else 0."""
+        return self.peak_parts.get(PROCESS_PART, 0)
+
+    @property
     def model_peak_bytes(self) -> int:
         """The peak without what the process holds anyway: what a prediction speaks of."""
-        return max(0, self.peak_bytes - self.peak_parts.get(PROCESS_PART, 0))
+        return max(0, self.peak_bytes - self.process_bytes)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON."""

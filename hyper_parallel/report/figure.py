@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Final
 from xml.sax.saxutils import escape, quoteattr
 
-from hyper_parallel.planner.budget import show_bytes
-from hyper_parallel.planner.run import PROCESS_PART, RunRecord, StepRecord, Track, WorkSpan
+from hyper_parallel.report.records import Run, Span, Step, budget_line, show_bytes
 
 __all__ = ["render_figure", "write_figure"]
 
@@ -20,21 +19,21 @@ _PLOT_HEIGHT: Final = 240
 _LANE: Final = 15
 _COLOURS: Final = ("#777777", "#d0711b", "#1f7a8c", "#6a4fb3", "#b03a6e", "#5b8c2a", "#2456a6", "#8c6d1f")
 _PAINT: Final = {
-    Track.FORWARD: "#7aa6d6",
-    Track.REPLAY: "#dfa04e",
-    Track.BACKWARD: "#8d7bc0",
-    Track.STALL: "#c8372d",
-    Track.COPY_OUT: "#1f8a7a",
-    Track.COPY_BACK: "#2f6fb5",
+    "forward": "#7aa6d6",
+    "replay": "#dfa04e",
+    "backward": "#8d7bc0",
+    "stall": "#c8372d",
+    "copy out": "#1f8a7a",
+    "copy back": "#2f6fb5",
 }
 
 
-def write_figure(path: str | Path, run: RunRecord, *, timeline_of: str | None = None) -> None:
+def write_figure(path: str | Path, run: Run, *, timeline_of: str | None = None) -> None:
     """Write the figure; ``timeline_of`` names the way whose timeline is drawn, the last one by default."""
     Path(path).write_text(render_figure(run, timeline_of=timeline_of), encoding="utf-8")
 
 
-def render_figure(run: RunRecord, *, timeline_of: str | None = None) -> str:
+def render_figure(run: Run, *, timeline_of: str | None = None) -> str:
     """The figure as text."""
     known = [step.name for step in run.steps]
     if timeline_of is not None and timeline_of not in known:
@@ -42,11 +41,11 @@ def render_figure(run: RunRecord, *, timeline_of: str | None = None) -> str:
     shown = run.steps[-1 if timeline_of is None else known.index(timeline_of)]
     longest = max([1.0, *(_last_us(step) for step in run.steps)])
     drawn = [*_memory(run, longest), *_legend(run)]
-    tracks = [track for track in Track if any(span.track is track for span in shown.spans)]
+    tracks = [track for track in _PAINT if any(span.track.value == track for span in shown.spans)]
     height = _TOP + _PLOT_HEIGHT + 34
     drawn += _axis(longest, height - 34)
     for at, track in enumerate(tracks):
-        spans = [span for span in shown.spans if span.track is track]
+        spans = [span for span in shown.spans if span.track.value == track]
         drawn += _track(track, spans, longest, height + 10 + at * (_LANE + 5))
     height += len(tracks) * (_LANE + 5) + 14
     head = (
@@ -57,7 +56,7 @@ def render_figure(run: RunRecord, *, timeline_of: str | None = None) -> str:
     return "\n".join([head, f"<title>{escape(run.title)}</title>", ground, *drawn, "</svg>", ""])
 
 
-def _last_us(step: StepRecord) -> float:
+def _last_us(step: Step) -> float:
     return max([*(step.memory.times_us[-1:]), *(span.end_us for span in step.spans)], default=0.0)
 
 
@@ -69,8 +68,8 @@ def _words(x: float, y: float, text: str, *, anchor: str = "start", colour: str 
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{escape(text)}</text>'
 
 
-def _memory(run: RunRecord, longest: float) -> Iterator[str]:
-    budget = None if run.budget_bytes is None else run.budget_bytes + run.steps[-1].peak_parts.get(PROCESS_PART, 0)
+def _memory(run: Run, longest: float) -> Iterator[str]:
+    budget = budget_line(run)
     top = 1.05 * max([1, budget or 0, *(value for step in run.steps for value in step.memory.nbytes)])
     bottom = _TOP + _PLOT_HEIGHT
 
@@ -92,7 +91,7 @@ def _memory(run: RunRecord, longest: float) -> Iterator[str]:
         yield line + _words(_WIDTH - _RIGHT, y(budget) - 4, "budget", anchor="end", colour="#b3261e")
 
 
-def _legend(run: RunRecord) -> Iterator[str]:
+def _legend(run: Run) -> Iterator[str]:
     x = float(_LEFT)
     for at, step in enumerate(run.steps):
         label = f"{step.name} {show_bytes(step.peak_bytes)}"
@@ -108,10 +107,10 @@ def _axis(longest: float, y: float) -> Iterator[str]:
         yield _words(_x(at, longest), y + 18, f"{at / 1e3:.0f} ms", anchor=anchor)
 
 
-def _track(track: Track, spans: Sequence[WorkSpan], longest: float, y: float) -> Iterator[str]:
-    yield _words(_LEFT - 6, y + 11, track.value, anchor="end")
+def _track(track: str, spans: Sequence[Span], longest: float, y: float) -> Iterator[str]:
+    yield _words(_LEFT - 6, y + 11, track, anchor="end")
     for span in spans:
         x = _x(span.start_us, longest)
         width = max(0.6, _x(span.end_us, longest) - x - 0.3)
         box = f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_LANE}" fill={quoteattr(_PAINT[track])}'
-        yield f"{box}><title>{escape(span.name or track.value)}</title></rect>"
+        yield f"{box}><title>{escape(span.name or track)}</title></rect>"

@@ -15,21 +15,20 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.planner.budget import show_bytes
-from hyper_parallel.planner.records import as_json
-from hyper_parallel.planner.run import PROCESS_PART, RunRecord, StepRecord
+from hyper_parallel.report.records import Op, Run, Step, are_gradients_equal, budget_line, show_bytes
 
 __all__ = ["render_page", "write_page"]
 
+_NEXT_TO_NOTHING = 0.01  # a share of a prediction that was about nothing says nothing
 _FILLED_IN = re.compile(r"\{\{(\w+)\}\}")
 
 
-def write_page(path: str | Path, run: RunRecord) -> None:
+def write_page(path: str | Path, run: Run) -> None:
     """Write the page."""
     Path(path).write_text(render_page(run), encoding="utf-8")
 
 
-def render_page(run: RunRecord) -> str:
+def render_page(run: Run) -> str:
     """The page as text."""
     versions = run.versions
     subtitle = f"{versions.device} · {versions.framework} {versions.framework_version} · {run.created}".rstrip(" ·")
@@ -61,13 +60,13 @@ def _text(value: object) -> str:
     return html.escape(str(value), quote=True)
 
 
-def _embedded(run: RunRecord) -> str:
+def _embedded(run: Run) -> str:
     data: dict[str, Any] = {
         "steps": [
             {
                 "name": step.name,
                 "peak_where": step.peak_where,
-                "peak_parts": step.peak_parts,
+                "peak_parts": dict(step.peak_parts),
                 "memory": {"times_us": list(step.memory.times_us), "nbytes": list(step.memory.nbytes)},
                 "spans": [
                     {
@@ -82,21 +81,19 @@ def _embedded(run: RunRecord) -> str:
                 "fates": [
                     {"fate": fate.fate.value, "reason": fate.reason, "nbytes": fate.nbytes} for fate in step.fates
                 ],
-                "ops": [as_json(op) for op in step.ops],
+                "ops": [_op(op) for op in step.ops],
             }
             for step in run.steps
         ],
-        "budget_line": _budget_line(run),
+        "budget_line": budget_line(run),
     }
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)  # ASCII, so no line separator can end a string
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _budget_line(run: RunRecord) -> int | None:
-    """Where the budget lies in the curves: what the process holds anyway is beneath it."""
-    if run.budget_bytes is None:
-        return None
-    return run.budget_bytes + run.steps[-1].peak_parts.get(PROCESS_PART, 0)
+def _op(op: Op) -> dict[str, Any]:
+    names = ("op", "count", "saved_bytes", "recomputed_bytes", "swapped_bytes", "kept_bytes", "reason")
+    return {name: getattr(op, name) for name in names}
 
 
 # ---------------------------------------------------------------------- tables
@@ -117,7 +114,7 @@ def _seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def _comparison(run: RunRecord) -> str:
+def _comparison(run: Run) -> str:
     first = run.steps[0]
     rows = []
     for step in run.steps:
@@ -142,8 +139,8 @@ def _comparison(run: RunRecord) -> str:
     return _table(heads, rows)
 
 
-def _gradients(run: RunRecord, step: StepRecord) -> str:
-    are_equal = run.are_gradients_equal(step)
+def _gradients(run: Run, step: Step) -> str:
+    are_equal = are_gradients_equal(run, step)
     if are_equal is None:
         return "not compared"
     if step is run.steps[0]:
@@ -151,7 +148,7 @@ def _gradients(run: RunRecord, step: StepRecord) -> str:
     return '<span class="good">bitwise equal</span>' if are_equal else '<span class="bad">DIFFERENT</span>'
 
 
-def _peaks(run: RunRecord) -> str:
+def _peaks(run: Run) -> str:
     lines = [
         f"<strong>{_text(step.name)}</strong>: {show_bytes(step.peak_bytes)}, at the {_text(step.peak_where)}"
         for step in run.steps
@@ -160,7 +157,7 @@ def _peaks(run: RunRecord) -> str:
     return f'<p class="small">{"<br>".join(lines)}</p>' if lines else ""
 
 
-def _fates(run: RunRecord) -> str:
+def _fates(run: Run) -> str:
     rows = [
         [_text(step.name), _text(fate.fate.value), _text(fate.reason.replace("_", " ")), show_bytes(fate.nbytes)]
         for step in run.steps
@@ -169,7 +166,7 @@ def _fates(run: RunRecord) -> str:
     return _table(("way", "fate", "because", "bytes per step"), rows, words=(1, 2)) if rows else ""
 
 
-def _ops(run: RunRecord) -> str:
+def _ops(run: Run) -> str:
     tables = []
     for step in run.steps:
         if step.ops:
@@ -189,7 +186,7 @@ def _ops(run: RunRecord) -> str:
     return "".join(tables)
 
 
-def _predicted(run: RunRecord) -> str:
+def _predicted(run: Run) -> str:
     rows: list[list[str]] = []
     for step in run.steps:
         said = step.forecast
@@ -206,16 +203,16 @@ def _predicted(run: RunRecord) -> str:
     if not rows:
         return ""
     note = "Peaks are of the model's own memory: what the process holds without it is left out."
-    words = f'<p class="soft small">{note}</p>' if any(PROCESS_PART in step.peak_parts for step in run.steps) else ""
+    words = f'<p class="soft small">{note}</p>' if any(step.process_bytes for step in run.steps) else ""
     table = _table(("way", "what", "predicted", "measured", "off by"), rows, words=(1,))
     return f"<section><h2>Predicted against measured</h2>{words}{table}</section>"
 
 
 def _off(predicted: float, measured: float) -> str:
-    return f"{measured / predicted - 1:+.1%}" if predicted else "–"
+    return f"{measured / predicted - 1:+.1%}" if predicted > _NEXT_TO_NOTHING * measured else "–"
 
 
-def _configuration(run: RunRecord) -> str:
+def _configuration(run: Run) -> str:
     versions = run.versions
     pairs = {
         "device": versions.device,
@@ -229,7 +226,7 @@ def _configuration(run: RunRecord) -> str:
     return _table((), [[_text(name), _text(value)] for name, value in pairs.items()], kind="pairs")
 
 
-def _notes(run: RunRecord) -> str:
+def _notes(run: Run) -> str:
     lines = list(dict.fromkeys([*run.notes, *(note for step in run.steps for note in step.notes)]))
     items = "".join(f"<li>{_text(line)}</li>" for line in lines)
     return f"<section><h2>Notes</h2><ul>{items}</ul></section>" if items else ""

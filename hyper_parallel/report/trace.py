@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from hyper_parallel.planner.run import RunRecord
+from hyper_parallel.report.records import Run
 
 __all__ = ["TraceSpan", "chrome_trace", "run_trace", "write_chrome_trace", "write_run_trace"]
 
@@ -17,8 +17,8 @@ class TraceSpan(Protocol):
     """Anything with a track, two moments in microseconds and a size."""
 
     @property
-    def track(self) -> str:
-        """The line it is drawn on."""
+    def track(self) -> Any:
+        """The line it is drawn on: a word, or a member of an enumeration of words."""
 
     @property
     def start_us(self) -> float:
@@ -57,7 +57,7 @@ def _events(spans: Iterable[TraceSpan], *, process: int, title: str) -> list[dic
 
 
 def _track(span: TraceSpan) -> str:
-    return str(span.track.value) if isinstance(span.track, enum.Enum) else span.track
+    return str(span.track.value if isinstance(span.track, enum.Enum) else span.track)
 
 
 def chrome_trace(spans: Iterable[TraceSpan], *, title: str = "hyper_parallel") -> dict[str, Any]:
@@ -70,7 +70,7 @@ def write_chrome_trace(path: str | Path, spans: Iterable[TraceSpan], *, title: s
     Path(path).write_text(json.dumps(chrome_trace(spans, title=title)))
 
 
-def run_trace(run: RunRecord) -> dict[str, Any]:
+def run_trace(run: Run) -> dict[str, Any]:
     """Every way of a run as a process of its own, with its memory as a counter."""
     events: list[dict[str, Any]] = []
     for number, step in enumerate(run.steps):
@@ -82,6 +82,6 @@ def run_trace(run: RunRecord) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"title": run.title}}
 
 
-def write_run_trace(path: str | Path, run: RunRecord) -> None:
+def write_run_trace(path: str | Path, run: Run) -> None:
     """Write it; open the file in ui.perfetto.dev or chrome://tracing."""
     Path(path).write_text(json.dumps(run_trace(run)))

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "testing": {"errors", "config", "core", "testing"},
     "platform": {"_version", "errors", "config", "core", "testing", "planner", "platform"},
     "planner": {"errors", "config", "planner", "platform.platform"},
-    "report": {"errors", "config", "planner", "report"},
+    "report": {"errors", "config", "report"},
     "cli": {"errors", "config", "core", "testing", "platform", "planner", "report", "cli", "_version"},
     "integrations": {"errors", "config", "core", "testing", "platform", "planner", "report", "integrations"},
     "__init__": {"errors", "config", "core", "platform", "planner", "report", "_version"},

@@ -222,7 +222,7 @@
   const lanesOf = (spans) => {
     const ends = [];
     return spans.map((span) => {
-      let lane = ends.findIndex((end) => end <= span.start_us);
+      let lane = ends.findIndex((end) => end - span.start_us <= 0.02 * (span.end_us - span.start_us));
       if (lane < 0) lane = ends.length < 3 ? ends.push(0) - 1 : ends.indexOf(Math.min(...ends));
       ends[lane] = Math.max(ends[lane], span.end_us);
       return { span, lane };
