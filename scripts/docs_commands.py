@@ -26,7 +26,7 @@ def help_of(name: str) -> str:
             f"docs: cannot show the command {name!r}, because there is none; known are {', '.join(commands)}"
         )
     command = commands[name]
-    command.formatter_class = functools.partial(argparse.RawDescriptionHelpFormatter, width=100)
+    command.formatter_class = functools.partial(argparse.RawDescriptionHelpFormatter, width=90)
     return command.format_help()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+_RELATIVE = re.compile(r"\]\((?!\w+://|#)")
 _PLACE = re.compile(r"<!-- results: (?P<file>[\w.]+)(?: # (?P<heading>[^\n]+?))? -->")
 
 
@@ -49,7 +50,7 @@ def section(name: str, heading: str | None) -> str:
     if (heading or "") not in sections:
         known = ", ".join(filter(None, sections))
         raise ValueError(f"docs: cannot show {heading!r} of {name}, because it has no such section; known are {known}")
-    return sections[heading or ""].replace("](", "](benchmarks/results/").replace("results/http", "http").strip()
+    return _RELATIVE.sub("](benchmarks/results/", sections[heading or ""]).strip()
 
 
 def _title(path: Path) -> str:

@@ -79,10 +79,17 @@ def test_a_place_that_cannot_be_filled_ends_the_build(place: str, words: str) ->
         docs_results.filled(f"before\n\n{place}\n")
 
 
-def test_a_place_is_filled_with_its_section_only() -> None:
-    text = docs_results.filled("a\n<!-- results: frontier_h200_202611.md # stack-small -->\nb")
-    assert text.startswith("a\n| mode |")
-    assert text.endswith("none: 31.2 ms (median)\nb")
+def test_a_place_is_filled_with_its_section_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(docs_results, "RESULTS", tmp_path)
+    text = "# Title\n\nFirst.\n\n## Table\n\n[raw](a.json), [other](https://x.org)\n\n### Deeper\n\nLast.\n"
+    (tmp_path / "a.md").write_text(text)
+    assert docs_results.filled("a\n<!-- results: a.md # Deeper -->\nb") == "a\nLast.\nb"
+    assert docs_results.filled("<!-- results: a.md -->") == "First."
+    assert (
+        docs_results.filled("<!-- results: a.md # Table -->")
+        == "[raw](benchmarks/results/a.json), [other](https://x.org)"
+    )
+    assert docs_results.filled("<!-- results: all -->") == "* [Title](benchmarks/results/a.md)"
 
 
 def test_docstrings_become_markdown() -> None:
