@@ -1,0 +1,127 @@
+"""A step recorded: bytes as arithmetic where the device counts them, order and names where it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hyper_parallel.config import configure
+from hyper_parallel.planner.fit import profile_memory
+from hyper_parallel.planner.planning import plan_memory
+from hyper_parallel.planner.run import PROCESS_PART, RecordedFate, StepRecord, Track
+from hyper_parallel.planner.totals import forecast_of, op_totals
+from hyper_parallel.platform.torch.recording import WAYS, Recorder, find_recorded_blocks, in_one_way
+from hyper_parallel.testing import simulated_accelerator
+
+LAYERS, ROWS, WIDTH = 4, 2048, 128
+VALUE_BYTES = ROWS * WIDTH * 4  # 1 MiB: what sigmoid keeps of each layer
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(self.linear(x))
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = LAYERS) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def recorded(way: str, **base: int) -> tuple[StepRecord, Model]:
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(ROWS, WIDTH)
+
+    def step() -> None:
+        model(x).sum().backward()
+
+    blocks = find_recorded_blocks(model)
+    with in_one_way(model, blocks, way):
+        record = Recorder(model, step, blocks, base=base).record(way, what=WAYS[way].what, warmup=1, steps=2)
+    return record, model
+
+
+def names(record: StepRecord, track: Track) -> list[str]:
+    return [span.name for span in record.spans if span.track is track]
+
+
+FORWARDS = [f"layers.{at}" for at in range(LAYERS)]
+
+
+def test_the_step_left_alone_on_the_simulated_device() -> None:
+    with simulated_accelerator(timing="eager"):
+        record, model = recorded("none")
+    weights = sum(p.numel() * 4 for p in model.parameters())
+    assert record.peak_parts["weights"] == record.peak_parts["gradients"] == weights
+    assert sum(record.peak_parts.values()) == record.peak_bytes == max(record.memory.nbytes)
+    # Every layer's output is kept, the input is there, and the last layer's linear is alive beside its sigmoid.
+    assert record.peak_parts["activations and workspace"] >= (LAYERS + 1) * VALUE_BYTES
+    assert names(record, Track.FORWARD) == FORWARDS
+    assert names(record, Track.BACKWARD) == FORWARDS[::-1]
+    assert names(record, Track.REPLAY) == []
+    assert record.out_bytes == 0
+    assert record.fates == ()
+
+
+def test_a_replay_is_seen_as_one() -> None:
+    with simulated_accelerator(timing="eager"):
+        record, _ = recorded("recompute")
+    assert names(record, Track.FORWARD) == FORWARDS
+    assert names(record, Track.REPLAY) == FORWARDS[::-1]
+
+
+def test_swapped_bytes_are_counted_per_step() -> None:
+    with simulated_accelerator(timing="eager", min_bytes=VALUE_BYTES, window_bytes=0):
+        record, _ = recorded("swap")
+    # The input of each linear is the output of the sigmoid before it: saved twice, copied once.
+    assert record.out_bytes == (LAYERS + 1) * VALUE_BYTES
+    assert record.back_bytes > 0
+    swapped = [fate.nbytes for fate in record.fates if fate.fate is RecordedFate.SWAPPED]
+    assert swapped == [record.out_bytes]
+
+
+@pytest.mark.parametrize("way", [name for name, way in WAYS.items() if not way.needs_plan])
+def test_every_way_leaves_the_model_as_it_was(way: str) -> None:
+    with simulated_accelerator(timing="eager"):
+        _, model = recorded(way)
+    assert [type(layer) for layer in model.layers] == [Layer] * LAYERS
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_host_is_read_as_its_process(tmp_path: Path) -> None:
+    with configure(tiers="disk", disk_path=str(tmp_path), min_bytes=0, tail_bytes=0, window_bytes=0):
+        record, _ = recorded("swap", **{PROCESS_PART: 2**20})
+    assert record.peak_bytes >= 50 * 2**20, "a process with torch in it"
+    assert record.process_bytes == 2**20
+    assert record.model_peak_bytes == record.peak_bytes - 2**20
+    copied = [span.nbytes for span in record.spans if span.track is Track.COPY_OUT]
+    assert sum(copied) == record.out_bytes > LAYERS * VALUE_BYTES
+    assert all(span.end_us <= record.memory.times_us[-1] * 1.5 for span in record.spans)
+    assert names(record, Track.FORWARD) == FORWARDS
+
+
+def test_a_plan_is_counted_by_kind_of_op() -> None:
+    torch.manual_seed(0)
+    with simulated_accelerator(timing="eager", min_bytes=1024):
+        model, x = Model(12), torch.randn(ROWS, WIDTH)
+        profile = profile_memory(model, lambda: model(x).sum().backward(), steps=1)
+        alone = plan_memory(profile, 2**40, effort=0.2)
+        tight = plan_memory(profile, profile.measured.peak_bytes - 2 * VALUE_BYTES, effort=0.2)
+    kept = {total.op: total.kept_bytes for total in op_totals(profile, alone)}
+    assert kept["sigmoid"] == 12 * VALUE_BYTES, "left alone: what autograd holds"
+    totals = op_totals(profile, tight)
+    assert sum(total.recomputed_bytes + total.swapped_bytes for total in totals) > 0
+    assert all(total.reason for total in totals)
+    assert forecast_of(tight).peak_bytes == tight.predicted_peak_bytes

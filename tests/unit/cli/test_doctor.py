@@ -1,0 +1,104 @@
+"""The doctor's findings: what works on which machine, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from hyper_parallel.cli.doctor import Machine, examined, findings
+from hyper_parallel.cli.main import main
+from hyper_parallel.platform.torch.machine import Accelerator, DiskSpeed, disk_speed
+
+GIB = 2**30
+DISK = DiskSpeed(
+    write_bytes_per_second=2.0 * GIB, read_bytes_per_second=3.0 * GIB, free_bytes=100 * GIB, is_direct=True
+)
+GPU = Accelerator(
+    name="a gpu",
+    memory_bytes=80 * GIB,
+    free_bytes=79 * GIB,
+    out_bytes_per_second=50.0 * GIB,
+    in_bytes_per_second=52.0 * GIB,
+    copy_seconds=1e-5,
+    pin_seconds_per_byte=3e-10,
+)
+HOST = Machine(
+    python="3.11.7",
+    packages={"torch": "2.13.0"},
+    memory_bytes=64 * GIB,
+    available_bytes=60 * GIB,
+    host_limit_bytes=30 * GIB,
+    cores=2,
+    disk_path="/fast",
+    disk=DISK,
+)
+
+
+def verdicts(machine: Machine) -> dict[str, str]:
+    return {finding.what: finding.works for finding in findings(machine)}
+
+
+def test_without_an_accelerator_the_disk_is_what_there_is() -> None:
+    found = verdicts(HOST)
+    assert found == {
+        "recompute": "yes",
+        "swap to pinned memory": "no",
+        "swap to disk": "yes",
+        "planning a budget": "no",
+    }
+    assert any("disk_path='/fast'" in finding.because for finding in findings(HOST))
+
+
+def test_with_an_accelerator_everything_works() -> None:
+    assert set(verdicts(dataclasses.replace(HOST, accelerators=(GPU,))).values()) == {"yes"}
+
+
+def test_a_slow_disk_a_full_machine_and_bad_settings_are_named() -> None:
+    slow = dataclasses.replace(DISK, write_bytes_per_second=100.0 * 2**20)
+    machine = dataclasses.replace(
+        HOST, disk=slow, available_bytes=10 * GIB, settings_problem="HYPER_PARALLEL_MIN_BYTES: cannot read 'x'"
+    )
+    found = verdicts(machine)
+    assert found["swap to disk"] == "slowly"
+    assert found["large far memory in RAM"] == "slowly"
+    assert found["settings in the environment"] == "no"
+
+
+def test_two_frameworks_need_a_choice() -> None:
+    both = dataclasses.replace(HOST, packages={"torch": "2.13.0", "mindspore": "2.10.0"})
+    assert verdicts(both)["choosing a framework"] == "no"
+    assert "choosing a framework" not in verdicts(dataclasses.replace(both, chosen_platform="torch"))
+
+
+def test_without_torch_only_that_is_said() -> None:
+    (first, *rest) = findings(dataclasses.replace(HOST, torch_problem="ImportError: no torch"))
+    assert (first.what, first.works) == ("PyTorch", "no")
+    assert rest == []
+
+
+def test_a_disk_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    machine = examined(str(tmp_path / "nowhere"))
+    assert machine.disk is None
+    assert "cannot write to" in machine.disk_problem
+    assert verdicts(machine)["swap to disk"] == "no"
+
+
+def test_the_probe_leaves_no_file(tmp_path: Path) -> None:
+    speed = disk_speed(tmp_path, nbytes=8 * 2**20)
+    assert speed.write_bytes_per_second > 0
+    assert speed.read_bytes_per_second > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_measures_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HYPER_PARALLEL_MIN_BYTES", "a few")
+    assert main(["doctor", "--disk-path", str(tmp_path), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["machine"]["packages"]["torch"].startswith("2.")
+    assert said["machine"]["available_bytes"] <= said["machine"]["memory_bytes"]
+    assert {"what": "settings in the environment", "works": "no"}.items() <= said["findings"][-1].items()
