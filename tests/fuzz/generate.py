@@ -189,13 +189,15 @@ def _tensors(choices: Choices) -> dict[str, tuple[Tensor, ...]]:
 
 def _settings(choices: Choices) -> Settings:
     # Mostly settings under which bytes really leave and come back: a tail or a window as large as the program keeps all.
+    timing, seed = choices.one_of(("lazy", "random", "lazy", "random", "eager")), choices.integer(0, 999)
     return Settings(
-        timing=choices.one_of(("lazy", "random", "lazy", "random", "eager")),
-        seed=choices.integer(0, 999),
+        timing=timing,
+        seed=seed,
         min_bytes=choices.one_of((0, 0, 0, 0, 0, 0, 16, 48)),
         tail_bytes=choices.one_of((0, 0, 0, 0, 0, 64, 512)),
         window_bytes=choices.one_of((0, 0, 0, 0, 64, 512, 65536)),
         prefetch_bytes=choices.one_of((65536, 0, 64, 512)),
+        device_bytes=(None, None, 0, 2048, 16384, 65536)[seed % 6],  # no choice of its own: programs keep their numbers
         host_limit=choices.one_of((None,) * 12 + (0, 64, 256, 1024, 4096)),
         tiers=choices.one_of((("pinned",),) * 6 + (("pageable",), ("pinned", "pageable"), ("pinned", "disk"))),
         verify=choices.one_of((False, False, True)),

@@ -80,6 +80,7 @@ class Settings:
     tail_bytes: int = 0
     window_bytes: int = 65536
     prefetch_bytes: int = 65536
+    device_bytes: int | None = None
     host_limit: int | None = None
     tiers: tuple[str, ...] = ("pinned",)
     verify: bool = False
