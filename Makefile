@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 .PHONY: help install demo test test-long test-gpu test-mindspore check docs format clean
 
 help:
-	@echo "make demo       train a small transformer with none / recompute / swap and compare"
+	@echo "make demo       train a small language model four ways under a memory budget, and write a report"
 	@echo "make test       every test this machine can run, on torch and on MindSpore"
 	@echo "make test-long  what would push 'make test' past 45 minutes"
 	@echo "make test-mindspore  the tests on MindSpore alone, in an environment of their own"
@@ -27,7 +27,7 @@ $(VENV)/.installed: requirements/dev.txt pyproject.toml
 install: $(VENV)/.installed
 
 demo: install
-	$(RUN) -m examples.compare
+	$(RUN) -m hyper_parallel.cli demo -o build/demo
 
 # One thread per op: the tests' tensors are tiny, and a second thread would only spin.
 test: install .venv-mindspore/.installed
