@@ -1,6 +1,7 @@
 """The site's hook: what was measured is shown from ``benchmarks/results``, never copied by hand.
 
 * The files of ``benchmarks/results`` are part of the site, under the path that pages link to from the repository.
+* Links to other files of the repository, which the site does not have, become their words and path.
 * ``<!-- results: FILE.md # Heading -->`` in a page is replaced by that section of the file, ``<!-- results: all -->`` by a list
   of what there is. A file or heading that does not exist ends the build.
 """
@@ -13,6 +14,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 _RELATIVE = re.compile(r"\]\((?!\w+://|#)")
+_OUTSIDE = re.compile(r"\[(?P<words>[^\]\n]+)\]\(\.\./(?P<path>[^)\n]+)\)")
 _PLACE = re.compile(r"<!-- results: (?P<file>[\w.]+)(?: # (?P<heading>[^\n]+?))? -->")
 
 
@@ -30,7 +32,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:  # mkdocs.struc
     """Fill the places, and let links from the repository's folders work on the site."""
     if page.file.src_uri.startswith("benchmarks/results/"):
         return markdown.replace("](../../docs/", "](../../")
-    return filled(markdown).replace("](../benchmarks/results/", "](benchmarks/results/")
+    return _OUTSIDE.sub(
+        r"\g<words> (`\g<path>`)", filled(markdown).replace("](../benchmarks/results/", "](benchmarks/results/")
+    )
 
 
 def filled(markdown: str) -> str:

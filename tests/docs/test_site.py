@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,14 @@ def test_a_place_is_filled_with_its_section_only(tmp_path: Path, monkeypatch: py
         == "[raw](benchmarks/results/a.json), [other](https://x.org)"
     )
     assert docs_results.filled("<!-- results: all -->") == "* [Title](benchmarks/results/a.md)"
+
+
+def test_links_out_of_the_docs_become_words() -> None:
+    page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="trust.md"))
+    text = "[a log](../benchmarks/results/a.log), [the policy](../SECURITY.md), [choose](choose.md)"
+    assert docs_results.on_page_markdown(text, page) == (
+        "[a log](benchmarks/results/a.log), the policy (`SECURITY.md`), [choose](choose.md)"
+    )
 
 
 def test_docstrings_become_markdown() -> None:
