@@ -36,6 +36,7 @@ from hyper_parallel.planner.records import as_json
 from hyper_parallel.planner.run import RunRecord, StepRecord
 from hyper_parallel.report.figure import write_figure
 from hyper_parallel.report.page import write_page
+from hyper_parallel.report.records import are_gradients_equal
 from hyper_parallel.report.trace import write_run_trace
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     write_page(folder / "report.html", record)
     write_figure(folder / "figure.svg", record)
     write_run_trace(folder / "trace.json", record)
-    are_equal = all(record.are_gradients_equal(step) for step in record.steps)
+    are_equal = all(are_gradients_equal(record, step) for step in record.steps)
     console.data(_figures(record, folder, are_equal=are_equal))
     show_run(record, console)
     if record.budget_bytes is not None:
@@ -158,7 +159,7 @@ def _run_one(args: argparse.Namespace, folder: Path) -> None:
         planned = trials.DemoPlan(profile=profile, plan=plan)
     step = trials.train(args.one, size, disk_path=disk, steps=args.steps, planned=planned)
     step.save(folder / f"{args.one}.json")
-    (folder / "settings.json").write_text(json.dumps(trials.settings_in_words(disk)))
+    (folder / "settings.json").write_text(json.dumps(trials.settings_in_words(size, disk)))
 
 
 def _collected(args: argparse.Namespace, folder: Path) -> RunRecord:

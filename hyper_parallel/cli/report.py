@@ -16,6 +16,7 @@ from hyper_parallel.planner.budget import show_bytes
 from hyper_parallel.planner.run import RunRecord
 from hyper_parallel.report.figure import write_figure
 from hyper_parallel.report.page import write_page
+from hyper_parallel.report.records import are_gradients_equal
 from hyper_parallel.report.trace import write_run_trace
 
 __all__ = ["add_arguments", "run", "show_run"]
@@ -52,7 +53,7 @@ def show_run(record: RunRecord, console: Console) -> None:
     first = record.steps[0]
     rows = []
     for step in record.steps:
-        are_equal = record.are_gradients_equal(step)
+        are_equal = are_gradients_equal(record, step)
         rows.append(
             [
                 step.name,

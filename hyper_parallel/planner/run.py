@@ -207,11 +207,6 @@ class RunRecord:
         names = [step.name for step in self.steps]
         require(len(set(names)) == len(names), f"RunRecord.steps: names must differ, got {', '.join(names)}")
 
-    def are_gradients_equal(self, step: StepRecord) -> bool | None:
-        """Whether a way of running gave the first one's gradients, bit for bit; None: nobody looked."""
-        first = self.steps[0]
-        return step.gradients == first.gradients if step.gradients and first.gradients else None
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON."""
         save_record(self, path, schema=SCHEMA)

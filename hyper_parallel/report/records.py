@@ -8,7 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-__all__ = ["Curve", "Fate", "Forecast", "Op", "Run", "Span", "Step", "Versions", "show_bytes"]
+__all__ = [
+    "Curve",
+    "Fate",
+    "Forecast",
+    "Op",
+    "Run",
+    "Span",
+    "Step",
+    "Versions",
+    "are_gradients_equal",
+    "budget_line",
+    "show_bytes",
+]
 
 
 class Word(Protocol):

@@ -35,11 +35,7 @@ from hyper_parallel.testing import simulated_accelerator
 __all__ = ["DEMO_WAYS", "SIZES", "DemoSize", "LanguageModel", "has_accelerator", "plan_demo", "train"]
 
 DEMO_WAYS: Final = ("none", "recompute", "swap", "auto")
-_HOST_SETTINGS: Final[dict[str, Any]] = {
-    "tail_bytes": 32 * 2**20,
-    "window_bytes": 96 * 2**20,
-    "prefetch_bytes": 64 * 2**20,
-}
+_EFFORT: Final = 0.3  # of the search; a few seconds on two cores
 _BUDGET_SHARE: Final = 0.5  # of the step left alone
 _ABOVE_SMALLEST: Final = 1.05
 
@@ -54,12 +50,20 @@ class DemoSize:
     layers: int
     batch: int
     length: int
+    unit_bytes: int = (
+        2**20
+    )  # on a host: the smallest value that is swapped; window, tail and prefetch are so many of them
+
+    def host_settings(self) -> dict[str, Any]:
+        """Settings for swapping to disk: enough in flight for two workers, little enough to be seen in the peak."""
+        unit = self.unit_bytes
+        return {"min_bytes": unit, "tail_bytes": 32 * unit, "window_bytes": 96 * unit, "prefetch_bytes": 64 * unit}
 
 
 SIZES: Final = {
     "host": DemoSize(vocabulary=512, width=128, heads=4, layers=12, batch=16, length=512),
     "device": DemoSize(vocabulary=8192, width=2048, heads=16, layers=24, batch=4, length=4096),
-    "tiny": DemoSize(vocabulary=64, width=64, heads=4, layers=4, batch=4, length=512),
+    "tiny": DemoSize(vocabulary=64, width=64, heads=4, layers=4, batch=4, length=512, unit_bytes=2**15),
 }
 
 
@@ -124,9 +128,9 @@ def _built(size: DemoSize) -> tuple[LanguageModel, Callable[[], float]]:
     return model, step
 
 
-def _configure_host(disk_path: str) -> None:
+def _configure_host(size: DemoSize, disk_path: str) -> None:
     if not has_accelerator():
-        configure(tiers="disk", disk_path=disk_path, **_HOST_SETTINGS)
+        configure(tiers="disk", disk_path=disk_path, **size.host_settings())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,7 +151,7 @@ def plan_demo(size: DemoSize, *, budget: str | None, disk_path: str, alone: Step
     if has_accelerator():
         profile = profile_memory(model, step, steps=2)
     else:
-        with simulated_accelerator(timing="eager", **_HOST_SETTINGS):
+        with simulated_accelerator(timing="eager", **size.host_settings()):
             profile = profile_memory(model, step, steps=1)
         speed = disk_speed(disk_path)
         profile = dataclasses.replace(
@@ -162,13 +166,13 @@ def plan_demo(size: DemoSize, *, budget: str | None, disk_path: str, alone: Step
         )
         profile = dataclasses.replace(profile, measured=measured)
     if budget is not None:
-        return DemoPlan(profile=profile, plan=plan_memory(profile, parse_budget(budget), effort=0.5))
+        return DemoPlan(profile=profile, plan=plan_memory(profile, parse_budget(budget), effort=_EFFORT))
     half = int(profile.measured.peak_bytes * _BUDGET_SHARE)
     try:
-        return DemoPlan(profile=profile, plan=plan_memory(profile, half, effort=0.5))
+        return DemoPlan(profile=profile, plan=plan_memory(profile, half, effort=_EFFORT))
     except BudgetTooSmallError as error:
         least = int((error.smallest_peak_bytes or half) * _ABOVE_SMALLEST)
-        return DemoPlan(profile=profile, plan=plan_memory(profile, least, effort=0.5))
+        return DemoPlan(profile=profile, plan=plan_memory(profile, least, effort=_EFFORT))
 
 
 class _Ledger:
@@ -195,7 +199,7 @@ class _Ledger:
 
 def train(way: str, size: DemoSize, *, disk_path: str, steps: int, planned: DemoPlan | None = None) -> StepRecord:
     """A few steps in this process, in one way."""
-    _configure_host(disk_path)
+    _configure_host(size, disk_path)
     process = {} if has_accelerator() else {PROCESS_PART: resident_bytes()}
     model, step = _built(size)
     blocks = find_recorded_blocks(model)
@@ -218,8 +222,8 @@ def train(way: str, size: DemoSize, *, disk_path: str, steps: int, planned: Demo
     )
 
 
-def settings_in_words(disk_path: str) -> dict[str, str]:
+def settings_in_words(size: DemoSize, disk_path: str) -> dict[str, str]:
     """The settings that the demo runs under."""
-    _configure_host(disk_path)
+    _configure_host(size, disk_path)
     config = current_config()
     return {field.name: str(getattr(config, field.name)) for field in dataclasses.fields(config)}

@@ -10,6 +10,7 @@ import pytest
 
 from hyper_parallel.errors import PlanError
 from hyper_parallel.planner.run import Curve, OpTotal, RunRecord, StepRecord, Track, WorkSpan
+from hyper_parallel.report.records import are_gradients_equal
 from tests.unit.report.runs import hostile_run, small_run, small_step
 
 
@@ -76,7 +77,7 @@ def test_gradients_are_equal_different_or_were_not_compared() -> None:
     run = small_run(
         steps=(small_step("a"), small_step("b"), small_step("c", gradients="x"), small_step("d", gradients=""))
     )
-    assert [run.are_gradients_equal(step) for step in run.steps] == [True, True, False, None]
+    assert [are_gradients_equal(run, step) for step in run.steps] == [True, True, False, None]
 
 
 def test_the_models_own_peak_is_the_peak_without_the_process() -> None:

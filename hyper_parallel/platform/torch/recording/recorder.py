@@ -18,7 +18,6 @@ from typing import Any, Final
 import torch
 
 from hyper_parallel._version import __version__
-from hyper_parallel.config import current_config
 from hyper_parallel.core.activation_checkpoint.far.disk_workers import DiskCompletion
 from hyper_parallel.core.activation_checkpoint.record import Record
 from hyper_parallel.core.activation_checkpoint.statistics import SwapStats
@@ -26,7 +25,6 @@ from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.core.activation_checkpoint.timing import Span
 from hyper_parallel.planner.profile import Versions
 from hyper_parallel.planner.run import Curve, FateTotal, RecordedFate, StepRecord, Track, WorkSpan
-from hyper_parallel.platform.torch.activation_checkpoint.devices import backend_for
 from hyper_parallel.platform.torch.planner.blocks import BlockRef, device_of, find_blocks, require_module
 from hyper_parallel.platform.torch.planner.meters import meter_for
 from hyper_parallel.platform.torch.recording.host import PERIOD_S, HostMeter, Sampler
@@ -281,8 +279,3 @@ def _fates(before: SwapStats, after: SwapStats, steps: int) -> tuple[FateTotal, 
         for reason, nbytes in after.kept_bytes.items()
     ]
     return tuple(FateTotal(fate=fate, reason=reason, nbytes=n // steps) for fate, reason, n in rows if n >= steps)
-
-
-def can_swap_here(model: Any) -> bool:
-    """Whether values of this model can leave its memory under the settings that hold now."""
-    return backend_for(device_of(model, "record"), current_config()) is not None
