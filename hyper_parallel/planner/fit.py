@@ -18,11 +18,10 @@ from hyper_parallel.planner.plan import Corrections, Plan
 from hyper_parallel.planner.planning import plan_memory
 from hyper_parallel.planner.profile import Profile
 
-__all__ = ["apply_plan", "fit_memory", "profile_memory", "working_bytes", "worst_of"]
+__all__ = ["apply_plan", "fit_memory", "profile_memory", "worst_of"]
 
 _BEYOND: Final = 1.05  # what a step that ran out of memory counts as, over what it should have taken
 _AS_FAST: Final = 1.005
-_WORTH_A_TRY: Final = 0.003  # of the step
 _SIMULATED: Final = "simulated accelerator"
 
 Result = TypeVar("Result")
@@ -161,8 +160,7 @@ class _Fit:
         with self.room.guarded(self.model, who="fit_memory"):
             profile = self._profile()
             plan, measured = self._search(profile)
-            device_bytes, measured = self._use_spare_room(profile, plan, measured)
-        applied = self.room.apply_plan(self.model, plan, device_bytes=device_bytes)
+        applied = self.room.apply_plan(self.model, plan)
         applied.measured = measured
         applied.history = tuple(self.history)
         return applied
@@ -247,29 +245,11 @@ class _Fit:
 
         return self._together(make)[0]
 
-    def _use_spare_room(self, profile: Profile, plan: Plan, measured: Any) -> tuple[int | None, Any]:
-        """Where copies hold compute up, let them use what the budget leaves at other moments; only if that is faster."""
-        if measured is None or plan.predicted.swapped_out_bytes == 0:
-            return None, measured
-        if _has_real_time(profile) and measured.exposed_copy_seconds < _WORTH_A_TRY * measured.step_seconds:
-            return None, measured
-        device_bytes = self.budget - working_bytes(profile, plan)
-        for _ in range(2):
-            if device_bytes <= profile.base.total:
-                break
-            roomy = self._measure(plan, device_bytes)
-            self._note(plan, roomy, device_bytes)
-            if roomy.peak_bytes <= self.budget:
-                is_faster = roomy.step_seconds < (1 - _WORTH_A_TRY) * measured.step_seconds
-                return (device_bytes, roomy) if is_faster else (None, measured)
-            device_bytes -= roomy.peak_bytes - self.budget
-        return None, measured
-
-    def _measure(self, plan: Plan, device_bytes: int | None = None) -> Any:
+    def _measure(self, plan: Plan) -> Any:
         """The worst rank's peak and time under a plan."""
 
         def apply_and_measure() -> Any:
-            with self.room.apply_plan(self.model, plan, device_bytes=device_bytes):
+            with self.room.apply_plan(self.model, plan):
                 return self.room.measure_step(self.model, self.step, steps=self.steps, is_guarded=True)
 
         rows = self._together(apply_and_measure)
@@ -297,7 +277,7 @@ class _Fit:
             measured_step_seconds=measured.step_seconds if _has_real_time(profile) else None,
         )
 
-    def _note(self, plan: Plan, measured: Any, device_bytes: int | None = None) -> None:
+    def _note(self, plan: Plan, measured: Any) -> None:
         self.history.append(
             {
                 "predicted_peak": show_bytes(plan.predicted_peak_bytes),
@@ -309,7 +289,6 @@ class _Fit:
                 "exposed_copy_seconds": measured.exposed_copy_seconds,
                 "late_loads": measured.late_loads,
                 "misses": measured.misses,
-                "device_bytes": device_bytes,
             }
         )
 
@@ -334,29 +313,6 @@ def _deeds(plan: Plan) -> Hashable:
     ]
     blocks = tuple((block.name, None if block.recipe is None else recipes[block.recipe]) for block in plan.blocks)
     return blocks, plan.settings
-
-
-def working_bytes(profile: Profile, plan: Plan) -> int:
-    """The most that compute may take at once beside what waits for it: one region's replay and backward, or the loss."""
-    epilogue, prologue = profile.epilogue, profile.prologue
-    most = max(
-        epilogue.forward_transient_bytes,
-        epilogue.kept_bytes + epilogue.backward_transient_bytes,
-        prologue.forward_transient_bytes,
-    )
-    for at, block in enumerate(plan.blocks):
-        kind, recipe = profile.kind_of(at), plan.recipe_of(block)
-        if recipe is None:
-            local = sum(op.output_bytes - op.kept_bytes for op in kind.ops)
-            most = max(most, local, max(op.backward_bytes for op in kind.ops), kind.backward_transient_bytes)
-            continue
-        spans = {region.module: region for cut in kind.cuts for region in cut.regions}
-        for region in recipe.regions:
-            span = spans[region.module]
-            ops = kind.ops[span.first_op : span.stop_op]
-            made = sum(op.output_bytes for op in ops)
-            most = max(most, made + max(op.backward_bytes for op in ops))
-    return most
 
 
 def worst_of(profiles: Sequence[Profile]) -> Profile:
