@@ -61,7 +61,7 @@ class DemoSize:
 
 
 SIZES: Final = {
-    "host": DemoSize(vocabulary=512, width=128, heads=4, layers=12, batch=16, length=512),
+    "host": DemoSize(vocabulary=512, width=128, heads=4, layers=8, batch=32, length=256),
     "device": DemoSize(vocabulary=8192, width=2048, heads=16, layers=24, batch=4, length=4096),
     "tiny": DemoSize(vocabulary=64, width=64, heads=4, layers=4, batch=4, length=512, unit_bytes=2**15),
 }

@@ -50,5 +50,5 @@ def test_swapping_to_disk_takes_two_fifths_off_the_resident_peak(tmp_path: Path)
     assert swap.peak_bytes <= 0.6 * none.peak_bytes
     assert none.gradients == swap.gradients
     assert none.losses == swap.losses
-    assert swap.out_bytes > 500 * 2**20
+    assert swap.out_bytes > 400 * 2**20
     assert none.out_bytes == 0
