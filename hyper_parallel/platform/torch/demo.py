@@ -50,9 +50,8 @@ class DemoSize:
     layers: int
     batch: int
     length: int
-    unit_bytes: int = (
-        2**20
-    )  # on a host: the smallest value that is swapped; window, tail and prefetch are so many of them
+    unit_bytes: int = 2**20
+    """On a host: the smallest value that is swapped; window, tail and prefetch are so many of them."""
 
     def host_settings(self) -> dict[str, Any]:
         """Settings for swapping to disk: enough in flight for two workers, little enough to be seen in the peak."""
