@@ -14,7 +14,7 @@ from hyper_parallel.cli.completion import options_of, script_for
 from hyper_parallel.cli.console import Console, plain_table
 from hyper_parallel.cli.main import COMMANDS, build_parser, main
 from hyper_parallel.planner.planning import plan_memory
-from tests.unit.planner.small import small_profile
+from tests.unit.planner_core.small import small_profile
 from tests.unit.report.runs import HOSTILE, small_run
 
 MODELS = """
