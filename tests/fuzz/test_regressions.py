@@ -114,3 +114,19 @@ def test_an_output_of_a_region_may_be_changed_once_its_bytes_have_left() -> None
             lambda block, x: hp.checkpoint(block, x, policy_fn=lambda *args, **kwargs: hp.CheckpointPolicy.MUST_SWAP)
         )
     assert all(map(torch.equal, got, expected))
+
+
+def test_tensors_by_keyword_alone_are_shown_to_torch_by_position() -> None:
+    """Torch's checkpoint keeps random states only of the devices it finds among the positional arguments, which it packs."""
+    x = torch.ones(3, requires_grad=True)
+    packed: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = hp.checkpoint(lambda *, value: value.sin(), value=x)
+    assert x.data_ptr() in packed
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.ones(3).cos())

@@ -90,7 +90,6 @@ class Counters:
         self.bytes_by_tag: Counter[str] = Counter()
         self.copy_us = 0.0
         self.exposed_copy_us = 0.0
-        self.resident_bytes = 0
         self.peak_resident_bytes = 0
         self.prefetch_hits = 0
         self.late_loads = 0
