@@ -26,6 +26,7 @@ from hyper_parallel.core.activation_checkpoint.marks import Marks
 from hyper_parallel.core.activation_checkpoint.record import Position, Record
 from hyper_parallel.core.activation_checkpoint.residency import Residency
 from hyper_parallel.core.activation_checkpoint.statistics import Counters, SwapStats
+from hyper_parallel.core.activation_checkpoint.summary import FirstStep
 from hyper_parallel.core.activation_checkpoint.timing import Span
 from hyper_parallel.errors import InPlaceChangeError, SwapStateError, SwapStateWarning
 
@@ -372,6 +373,7 @@ class SwapManager:
     backends: dict[tuple[str, str], DeviceBackend]
     counters: Counters
     marks: Marks
+    first_step: FirstStep
 
     def __new__(cls) -> SwapManager:
         """The one manager, born at first use."""
@@ -392,6 +394,7 @@ class SwapManager:
         self._groups: dict[str, SwapGroup] = {}
         self._group_of_layer: weakref.WeakKeyDictionary[Any, SwapGroup] = weakref.WeakKeyDictionary()
         self.marks = Marks()
+        self.first_step = FirstStep()
         self._chains: dict[tuple[int, int], Chain] = {}
         self._layers_named = 0
 

@@ -15,6 +15,7 @@ from hyper_parallel.core.activation_checkpoint.record import Position
 from hyper_parallel.errors import PolicyError
 from hyper_parallel.platform.base.trees import tree_map
 from hyper_parallel.platform.mindspore import compat
+from hyper_parallel.platform.mindspore.activation_checkpoint.first_step import noted
 from hyper_parallel.platform.mindspore.activation_checkpoint.graph import next_sequence, note_second_order
 from hyper_parallel.platform.mindspore.activation_checkpoint.saved_tensors import AsyncSaveOnCpu, TensorPolicy
 from hyper_parallel.platform.mindspore.activation_checkpoint.selective import create_selective_checkpoint_contexts
@@ -130,12 +131,13 @@ def checkpoint(
 
     if not swap_inputs:
         with contextlib.nullcontext() if compat.has_saved_tensors_hooks() else _Inputs():
-            return framework_checkpoint(function, *args, context_fn=contexts, **kwargs)
+            output = framework_checkpoint(function, *args, context_fn=contexts, **kwargs)
+        return noted(output, is_recomputed=True)
     inputs = _FlatInputs(function, args, kwargs)
     with AsyncSaveOnCpu(swap_config=swap_config, where=f"inputs of {where}", position=position):
         output = framework_checkpoint(inputs.call, *inputs.tensors, context_fn=contexts, **inputs.framework_keywords)
     position.sequence = next_sequence()
-    return output
+    return noted(output, is_recomputed=True)
 
 
 class _Inputs(mindspore.saved_tensors_hooks):  # type: ignore[misc]
@@ -212,4 +214,5 @@ def swap(
     owner = getattr(function, "__self__", function)
     parameters = owner.get_parameters() if isinstance(owner, mindspore.nn.Cell) else ()
     with AsyncSaveOnCpu(policy_fn, swap_config=swap_config, where=where, parameters=parameters):
-        return function(*args, **kwargs)
+        output = function(*args, **kwargs)
+    return noted(output, is_recomputed=False)

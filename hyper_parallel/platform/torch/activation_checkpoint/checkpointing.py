@@ -17,6 +17,7 @@ from hyper_parallel.platform.base.trees import tree_map
 from hyper_parallel.platform.eager import EAGER_REASON
 from hyper_parallel.platform.torch import compat
 from hyper_parallel.platform.torch.activation_checkpoint.devices import refuse_capture
+from hyper_parallel.platform.torch.activation_checkpoint.first_step import noted
 from hyper_parallel.platform.torch.activation_checkpoint.graph import next_sequence
 from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import AsyncSaveOnCpu, TensorPolicy
 from hyper_parallel.platform.torch.activation_checkpoint.selective import create_selective_checkpoint_contexts
@@ -140,8 +141,10 @@ def _run(
     early_stop: bool,
 ) -> Any:
     if context_fn is None:
-        return framework_checkpoint(function, *args, early_stop=early_stop, **kwargs)
-    return framework_checkpoint(function, *args, context_fn=context_fn, early_stop=early_stop, **kwargs)
+        output = framework_checkpoint(function, *args, early_stop=early_stop, **kwargs)
+    else:
+        output = framework_checkpoint(function, *args, context_fn=context_fn, early_stop=early_stop, **kwargs)
+    return noted(output, is_recomputed=True)
 
 
 _FRAMEWORK_KEYWORDS = frozenset({"use_reentrant", "preserve_rng_state", "determinism_check", "debug"})
@@ -205,4 +208,5 @@ def swap(
             f"swap of {label_of(function)}: the tensor policy must be a function of one tensor, got {policy_fn!r}"
         )
     with AsyncSaveOnCpu(policy_fn, swap_config=swap_config, where=f"swap of {label_of(function)}"):
-        return function(*args, **kwargs)
+        output = function(*args, **kwargs)
+    return noted(output, is_recomputed=False)

@@ -18,6 +18,7 @@ from hyper_parallel.errors import PlanError
 from hyper_parallel.planner.plan import BlockPlan, Fate, Plan, RegionPlan
 from hyper_parallel.planner.profile import EngineSettings
 from hyper_parallel.platform.torch.activation_checkpoint.checkpointing import checkpoint
+from hyper_parallel.platform.torch.activation_checkpoint.first_step import foretell
 from hyper_parallel.platform.torch.planner.blocks import BlockRef, fingerprint_of, refuse_wrapped, require_module
 from hyper_parallel.platform.torch.planner.key_values import with_own_cache
 from hyper_parallel.platform.torch.planner.measure import StepMeasure
@@ -36,7 +37,8 @@ _OpKey = tuple[str, str]  # base name, overload
 class PlannedRegion:
     """The checkpoint function of one region: a value, so that the model can be copied and pickled with it."""
 
-    def __init__(self, region: RegionPlan, settings: SwapConfig) -> None:
+    def __init__(self, region: RegionPlan, settings: SwapConfig, *, predicted_peak_bytes: int | None = None) -> None:
+        self._predicted_peak_bytes = predicted_peak_bytes
         self._swaps_inputs = region.input_fate is Fate.SWAP
         self._settings = settings
         fates: dict[_OpKey, dict[int, CheckpointPolicy]] = {}
@@ -49,6 +51,7 @@ class PlannedRegion:
         """Run the region; the count of ops begins anew with every call."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
+        foretell(self._predicted_peak_bytes)
         return checkpoint(
             with_own_cache(function, args, kwargs),
             *args,
@@ -139,7 +142,9 @@ def apply_plan(model: Any, plan: Any, *, device_bytes: int | None = None) -> App
     replacements = Replacements(model)
     try:
         for path, module, region in modules:
-            replacements.wrap(path, module, PlannedRegion(region, settings))
+            replacements.wrap(
+                path, module, PlannedRegion(region, settings, predicted_peak_bytes=plan.predicted_peak_bytes)
+            )
     except BaseException:
         replacements.restore()
         raise

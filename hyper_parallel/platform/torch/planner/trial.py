@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hyper_parallel.core.activation_checkpoint.summary import FirstStep
+from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import PlanError
 from hyper_parallel.platform.torch.activation_checkpoint.storages import unseen
 from hyper_parallel.platform.torch.planner.blocks import device_of, require_module
@@ -119,9 +121,12 @@ def guarded(model: Any, *, who: str) -> contextlib.AbstractContextManager[None]:
 def no_trace(model: nn.Module, device: torch.device, *, who: str) -> Iterator[None]:
     """Put back what trial steps inside change; raise what they changed for good."""
     snapshot = _Snapshot(model, device)
+    manager = SwapManager()
+    first_step, manager.first_step = manager.first_step, FirstStep(is_over=True)  # trial steps are nobody's first
     try:
         yield
     finally:
+        manager.first_step = first_step
         snapshot.put_back()
     changes = snapshot.changes()
     if changes:

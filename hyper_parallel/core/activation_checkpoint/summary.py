@@ -1,0 +1,80 @@
+"""One line at the end of the first step: what was swapped, made again and saved, and why the rest stayed.
+
+"I enabled it and nothing changed" should be answered before it is asked. The line goes to the logger
+``hyper_parallel.summary`` at level INFO. Where nobody has set logging up it is written to standard error, as Python does
+with warnings. It is off with ``HYPER_PARALLEL_SUMMARY=0``, with a level above INFO on that logger, and on all ranks but 0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from typing import Final
+
+from hyper_parallel.core.activation_checkpoint.statistics import SwapStats
+
+__all__ = ["LOGGER", "FirstStep", "is_wanted"]
+
+LOGGER: Final = logging.getLogger("hyper_parallel.summary")
+_OFF: Final = ("0", "false", "no", "off")
+
+
+@dataclasses.dataclass(kw_only=True)
+class FirstStep:
+    """What the line says that the counters do not know, until it is said."""
+
+    is_over: bool = False
+    recomputed_regions: int = 0
+    predicted_peak_bytes: int | None = None
+
+    def speak(self, stats: SwapStats) -> None:
+        """Write the line."""
+        _say(_line(stats, self.recomputed_regions, self.predicted_peak_bytes))
+
+
+def is_wanted(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether this process says anything."""
+    environment = os.environ if environment is None else environment
+    is_off = environment.get("HYPER_PARALLEL_SUMMARY", "").strip().lower() in _OFF
+    rank = environment.get("RANK") or environment.get("RANK_ID") or "0"  # as torchrun says it, and msrun
+    return not is_off and rank == "0" and (LOGGER.isEnabledFor(logging.INFO) or _is_untouched())
+
+
+def _is_untouched() -> bool:
+    """Nobody chose a level or a handler, neither for us nor for all."""
+    ours = (LOGGER, logging.getLogger("hyper_parallel"))
+    return not logging.getLogger().handlers and not any(one.handlers or one.level for one in ours)
+
+
+def _say(line: str) -> None:
+    """Write the line where a person will see it."""
+    if LOGGER.isEnabledFor(logging.INFO):
+        LOGGER.info(line)
+    elif _is_untouched():
+        print(line, file=sys.stderr)
+
+
+def _line(stats: SwapStats, recomputed_regions: int, predicted_peak_bytes: int | None) -> str:
+    done = [f"swapped {_size(stats.swapped_out_bytes)}" if stats.swapped_out_bytes else "nothing was swapped"]
+    if recomputed_regions:
+        what = "1 region" if recomputed_regions == 1 else f"{recomputed_regions} regions"
+        done.append(f"recomputed {what}" + (f" ({_size(stats.recomputed_bytes)})" if stats.recomputed_bytes else ""))
+    if stats.saved_bytes:
+        done.append(f"saved {_size(stats.saved_bytes)}")
+    kept = ", ".join(f"{reason} {_size(stats.kept_bytes[reason])}" for reason in sorted(stats.kept_bytes))
+    words = f"hyper_parallel: first step: {', '.join(done)}"
+    if kept:
+        words += f"; stayed where it was: {kept}"
+    if predicted_peak_bytes is not None:
+        words += f"; predicted peak {_size(predicted_peak_bytes)}"
+    return words
+
+
+def _size(nbytes: int) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.2f} {name}"
+    return f"{nbytes} bytes"

@@ -1,0 +1,159 @@
+"""One line at the end of the first step: once, true, and silent when asked to be."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import hyper_parallel as hp
+from hyper_parallel.core.activation_checkpoint.summary import LOGGER, is_wanted
+from hyper_parallel.testing import simulated_accelerator
+
+VALUE_BYTES = 1024 * 256 * 4
+
+
+@pytest.fixture(autouse=True)
+def fresh(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    caplog.set_level(logging.INFO, logger=LOGGER.name)
+    hp.SwapManager().reset()
+    yield
+    hp.SwapManager().reset()
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(256, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(self.linear(x))
+
+
+def stack(wrap: Callable[[nn.Module], nn.Module]) -> nn.Sequential:
+    return nn.Sequential(*(wrap(Layer()) for _ in range(3)))
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == LOGGER.name]
+
+
+def step(model: nn.Module) -> None:
+    model(torch.randn(1024, 256)).sum().backward()
+
+
+def test_it_is_said_once_with_what_was_swapped_and_why_the_rest_stayed(caplog: pytest.LogCaptureFixture) -> None:
+    with simulated_accelerator(timing="eager", min_bytes=VALUE_BYTES):
+        model = stack(hp.swap_wrapper)
+        step(model)
+        swapped = hp.stats().swapped_out_bytes
+        step(model)
+    assert swapped > 0
+    (line,) = lines(caplog)
+    assert line.startswith(f"hyper_parallel: first step: swapped {swapped / 2**20:.2f} MiB")
+    assert line.endswith("stayed where it was: below_min_bytes 512.00 KiB")
+
+
+def test_nothing_swapped_is_said_plainly(caplog: pytest.LogCaptureFixture) -> None:
+    step(stack(hp.swap_wrapper))  # host tensors, and no disk was named
+    (line,) = lines(caplog)
+    assert line.startswith("hyper_parallel: first step: nothing was swapped; stayed where it was: already_on_host")
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [hp.checkpoint_wrapper, lambda layer: lambda x: hp.checkpoint(layer, x)],
+    ids=["wrapper", "function"],
+)
+def test_regions_made_again_are_counted(
+    wrap: Callable[[nn.Module], Callable[[torch.Tensor], torch.Tensor]], caplog: pytest.LogCaptureFixture
+) -> None:
+    x = torch.randn(8, 256)
+    for layer in [wrap(Layer()) for _ in range(3)]:
+        x = layer(x)
+    x.sum().backward()
+    assert lines(caplog) == ["hyper_parallel: first step: nothing was swapped, recomputed 3 regions"]
+
+
+def test_a_forward_without_a_backward_says_nothing_and_does_not_use_the_line_up(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = stack(hp.swap_wrapper)
+    with torch.no_grad():
+        model(torch.randn(8, 256))
+    model(torch.randn(8, 256))
+    assert lines(caplog) == []
+    step(model)
+    assert len(lines(caplog)) == 1
+
+
+def test_an_output_that_is_pickled_before_the_backward_warns_of_nothing() -> None:
+    output = stack(hp.swap_wrapper)(torch.randn(8, 256))
+    assert torch.equal(pickle.loads(pickle.dumps(output)), output)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # the compiler's own
+def test_under_compile_it_is_said_too(caplog: pytest.LogCaptureFixture) -> None:
+    model = stack(hp.swap_wrapper)
+    torch.compiler.reset()
+    step(torch.compile(model, backend="eager"))
+    assert len(lines(caplog)) == 1
+
+
+def test_a_plan_brings_its_predicted_peak_and_trial_steps_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with simulated_accelerator(timing="eager", min_bytes=1024):
+        model = nn.Sequential(*(Layer() for _ in range(12)))
+        profile = hp.profile_memory(model, lambda: step(model), steps=1)
+        assert lines(caplog) == []
+        plan = hp.plan_memory(profile, profile.measured.peak_bytes - 2 * VALUE_BYTES, effort=0.2)
+        with hp.apply_plan(model, plan):
+            step(model)
+    (line,) = lines(caplog)
+    assert f"predicted peak {plan.predicted_peak_bytes / 2**20:.2f} MiB" in line
+
+
+def test_a_copied_or_pickled_wrapper_carries_nothing_of_it() -> None:
+    model = stack(hp.checkpoint_wrapper)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        step(twin)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"), [({}, True), ({"HYPER_PARALLEL_SUMMARY": "0"}, False), ({"RANK": "3"}, False)]
+)
+def test_when_it_is_wanted(environment: dict[str, str], expected: bool, caplog: pytest.LogCaptureFixture) -> None:
+    assert is_wanted(environment) is expected
+    caplog.set_level(logging.ERROR, logger=LOGGER.name)
+    assert is_wanted(environment) is False
+
+
+SCRIPT = """
+import logging, sys, torch, hyper_parallel as hp
+if "configured" in sys.argv: logging.basicConfig(level=logging.WARNING)
+if "rank" in sys.argv:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+model = hp.checkpoint_wrapper(torch.nn.Linear(8, 8))
+for _ in range(2): model(torch.randn(2, 8, requires_grad=True)).sum().backward()
+"""
+
+
+@pytest.mark.parametrize(("words", "said"), [([], 1), (["configured"], 0), (["rank"], 0)])
+def test_where_nobody_set_logging_up_it_goes_to_standard_error(words: list[str], said: int, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, str(script), *words], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stderr.count("hyper_parallel: first step:") == said
+    assert done.stdout == ""
