@@ -9,8 +9,9 @@ from xml.sax.saxutils import escape, quoteattr
 
 from hyper_parallel.report.records import Run, Span, Step, budget_line, show_bytes
 
-__all__ = ["render_figure", "write_figure"]
+__all__ = ["FONTS", "render_figure", "write_figure"]
 
+FONTS: Final = "Helvetica, Arial, Liberation Sans, DejaVu Sans, Noto Sans, Roboto, sans-serif"
 _WIDTH: Final = 760
 _LEFT: Final = 78
 _RIGHT: Final = 12
@@ -50,7 +51,7 @@ def render_figure(run: Run, *, timeline_of: str | None = None) -> str:
     height += len(tracks) * (_LANE + 5) + 14
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
-        'font-family="Helvetica, Arial, DejaVu Sans, sans-serif" font-size="11">'
+        f'font-family="{FONTS}" font-size="11">'
     )
     ground = f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>'
     return "\n".join([head, f"<title>{escape(run.title)}</title>", ground, *drawn, "</svg>", ""])
