@@ -1,6 +1,7 @@
-"""Draw a recorded run: one HTML file, and if asked an SVG figure and a Chrome trace.
+"""Draw a recorded run: one HTML file, and if asked a figure (SVG, PNG) and a Chrome trace.
 
-Run records are written by `demo` and `bench`. The page needs no network; print it for paper.
+Run records are written by `demo` and `bench`. The page needs no network; print it for paper. A PNG needs
+`pip install 'hyper-parallel[png]'`.
 
 Example::
 
@@ -14,6 +15,7 @@ import argparse
 from hyper_parallel.cli.console import Console
 from hyper_parallel.planner.budget import show_bytes
 from hyper_parallel.planner.run import RunRecord
+from hyper_parallel.report.bitmap import write_bitmap
 from hyper_parallel.report.figure import write_figure
 from hyper_parallel.report.page import write_page
 from hyper_parallel.report.records import are_gradients_equal
@@ -27,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("record", metavar="RUN", help="a run.json")
     parser.add_argument("-o", "--output", metavar="FILE", default="report.html", help="default report.html")
     parser.add_argument("--svg", metavar="FILE", help="also a figure for papers")
+    parser.add_argument("--png", metavar="FILE", help="the same figure as a bitmap")
     parser.add_argument("--timeline-of", metavar="WAY", help="whose timeline the figure shows; the last by default")
     parser.add_argument("--trace", metavar="FILE", help="also a trace for chrome://tracing and ui.perfetto.dev")
 
@@ -39,6 +42,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.svg is not None:
         write_figure(args.svg, record, timeline_of=args.timeline_of)
         written.append(args.svg)
+    if args.png is not None:
+        write_bitmap(args.png, record, timeline_of=args.timeline_of)
+        written.append(args.png)
     if args.trace is not None:
         write_run_trace(args.trace, record)
         written.append(args.trace)
