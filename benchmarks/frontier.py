@@ -1,15 +1,17 @@
 """Time against memory, every mode in turn, one process, ratios to "none" of the same run.
 
-    python -m benchmarks.frontier --case stack-8k --output benchmarks/results/frontier_h200_202611
+    python -m benchmarks.frontier --output benchmarks/results/frontier_h200_202611     # all of it, under eight minutes
 
 **act** is the peak of active bytes minus weights and gradients. Modes are interleaved: every round runs each of them, and
-medians over all rounds are compared. Loss and gradient norm must agree with "none".
+medians over all rounds are compared. Peers that take half a minute to pin their memory run in the first round only. Loss
+and gradient norm must agree with "none". Results are written after every case.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import gc
 import itertools
 import json
@@ -30,6 +32,26 @@ from hyper_parallel.core.activation_checkpoint.timing import Span
 from hyper_parallel.report.trace import write_chrome_trace
 
 GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How often a case is measured, and which modes leave a timeline."""
+
+    rounds: int
+    steps: int
+    traced: tuple[str, ...] = ()
+
+
+SCHEDULES = {
+    "stack-8k": Schedule(rounds=2, steps=3, traced=("ours planned 5.2",)),
+    "stack-32k": Schedule(rounds=2, steps=2, traced=("ours planned 7.8",)),
+    "llama-8k": Schedule(rounds=2, steps=3, traced=("ours 8.4",)),
+    "llama-32k": Schedule(rounds=2, steps=2),
+    "moe-4k": Schedule(rounds=2, steps=4),
+    "stack-small": Schedule(rounds=3, steps=8, traced=("ours mixed",)),
+}
+SLOW = frozenset({"save_on_cpu", "TRL offload"})
 
 
 class Stopwatch:
@@ -57,10 +79,10 @@ def grad_norm(model: torch.nn.Module) -> float:
 
 
 def run_mode(model: Any, layers: Any, step: Any, mode: Any, *, warmup: int, steps: int) -> dict[str, Any]:
-    """One mode: warm-up steps, then timed ones; the peak is read over the timed steps only."""
+    """One mode: warm-up steps, the last of which is checked, then timed ones, over which the peak is read."""
     with mode(model, layers):
-        for _ in range(warmup):
-            loss = step()
+        for _ in range(warmup - 1):
+            step()
         for parameter in model.parameters():
             parameter.grad.zero_()
         loss = step()
@@ -106,12 +128,15 @@ def record_timeline(model: Any, layers: Any, step: Any, mode: Any, path: str) ->
         event.record()
         marks.append((name, event))
 
+    def mark_backward(output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        hidden.register_hook(lambda _: mark("backward"))
+
     with mode(model, layers):
         step()
         handles = [layer.register_forward_hook(lambda *_: mark("forward")) for layer in layers]
         for layer in layers:
-            hook = lambda _, __, output: output.register_hook(lambda _: mark("backward"))  # noqa: E731
-            handles.append(layer.register_forward_hook(hook))
+            handles.append(layer.register_forward_hook(lambda _, __, output: mark_backward(output)))
         with hp.SwapManager().record_timeline() as spans:
             base = torch.cuda.Event(enable_timing=True)
             base.record()
@@ -128,9 +153,7 @@ def record_timeline(model: Any, layers: Any, step: Any, mode: Any, path: str) ->
     write_chrome_trace(path, [*spans, *compute])
 
 
-def measure(
-    case: Case, names: list[str] | None, *, rounds: int, warmup: int, steps: int, trace_prefix: str | None = None
-) -> dict[str, Any]:
+def measure(case: Case, names: list[str] | None, schedule: Schedule, trace_prefix: str | None = None) -> dict[str, Any]:
     device, dtype = torch.device("cuda"), torch.bfloat16
     model, layers = build(case, device, dtype)
     step = make_step(case, model, device, dtype)
@@ -138,10 +161,14 @@ def measure(
     results: dict[str, list[dict[str, Any]]] = {}
     modes = modes_for(case)
     chosen = [name for name in modes if names is None or name in names or name == "none"]
-    for round_index in range(rounds):
+    for round_index in range(schedule.rounds):
         for name in chosen:
+            is_slow = name in SLOW
+            if is_slow and round_index:
+                continue
+            warmup, steps = (1, 2) if is_slow else (3 if round_index == 0 else 1, schedule.steps)
             try:
-                row = run_mode(model, layers, step, modes[name], warmup=warmup if round_index == 0 else 1, steps=steps)
+                row = run_mode(model, layers, step, modes[name], warmup=warmup, steps=steps)
             except Exception as error:  # a peer that fails is a result too
                 row = {"error": f"{type(error).__name__}: {error}"[:300]}
                 gc.collect()
@@ -149,8 +176,8 @@ def measure(
             results.setdefault(name, []).append(row)
             print(f"{case.name} round {round_index} {name}: {_brief(row)}", flush=True)
     summary = {name: _summary(rows, results["none"]) for name, rows in results.items()}
-    if trace_prefix is not None:
-        for name in (name for name in chosen if name.startswith("ours")):
+    for name in schedule.traced if trace_prefix is not None else ():
+        if name in chosen:
             path = f"{trace_prefix}_{case.name}_{name.replace(' ', '-')}.json"
             record_timeline(model, layers, step, modes[name], path)
     del model, layers, step
@@ -207,48 +234,49 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"none: {none['ms_median']:.1f} ms (median)"])
 
 
+def write(output: str, hardware: dict[str, Any], results: list[dict[str, Any]]) -> None:
+    os.makedirs(os.path.dirname(output) or ".", exist_ok=True)
+    with open(output + ".json", "w") as file:
+        json.dump({"schema": 1, **hardware, "results": results}, file, indent=1)
+    with open(output + ".md", "w") as file:
+        header = "\n".join(f"- {key}: {value}" for key, value in hardware.items())
+        tables = "\n\n".join(table(result) for result in results)
+        file.write(f"# Frontier\n\n{header}\n\n{tables}\n")
+    with open(output + ".svg", "w") as file:
+        file.write(frontier_svg(results))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", choices=sorted(CASES), help="may be given several times")
+    parser.add_argument("--case", action="append", choices=sorted(SCHEDULES), help="may be given several times")
     parser.add_argument("--mode", action="append", help="only these modes (and none)")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=None, help="instead of each case's own")
+    parser.add_argument("--steps", type=int, default=None, help="instead of each case's own")
     parser.add_argument("--output", default=None, help="path without suffix; .json, .md and .svg are written")
-    parser.add_argument("--trace", default=None, help="path prefix for one timeline per mode of ours in the 8k case")
+    parser.add_argument("--trace", default=None, help="path prefix for the timelines of one mode per case")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("frontier: needs a CUDA device; there is none here")
+    started = time.perf_counter()
     hardware = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "hyper_parallel": hp.__version__,
-        "command": " ".join(sys.argv),
+        "command": " ".join(["python -m benchmarks.frontier", *sys.argv[1:]]),
         "alloc_conf": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""),
     }
-    results = [
-        measure(
-            CASES[name],
-            args.mode,
-            rounds=args.rounds,
-            warmup=args.warmup,
-            steps=args.steps,
-            trace_prefix=args.trace if name == "stack-8k" else None,
+    results: list[dict[str, Any]] = []
+    for name in args.case or SCHEDULES:
+        schedule = SCHEDULES[name]
+        schedule = dataclasses.replace(
+            schedule, rounds=args.rounds or schedule.rounds, steps=args.steps or schedule.steps
         )
-        for name in (args.case or ["stack-8k", "stack-32k"])
-    ]
-    text = "\n\n".join(table(result) for result in results)
-    print(text)
-    if args.output:
-        os.makedirs(os.path.dirname(args.output) or ".", exist_ok=True)
-        with open(args.output + ".json", "w") as file:
-            json.dump({"schema": 1, **hardware, "results": results}, file, indent=1)
-        with open(args.output + ".md", "w") as file:
-            header = "\n".join(f"- {key}: {value}" for key, value in hardware.items())
-            file.write(f"# Frontier\n\n{header}\n\n{text}\n")
-        with open(args.output + ".svg", "w") as file:
-            file.write(frontier_svg(results))
+        results.append(measure(CASES[name], args.mode, schedule, trace_prefix=args.trace))
+        hardware["wall_seconds"] = f"{time.perf_counter() - started:.0f}"
+        print(table(results[-1]), f"{hardware['wall_seconds']} s", sep="\n", flush=True)
+        if args.output:
+            write(args.output, hardware, results)
 
 
 if __name__ == "__main__":

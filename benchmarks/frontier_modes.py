@@ -43,6 +43,10 @@ def peers(case: Case) -> dict[str, Any]:
     }
     if case.name in ("stack-8k", "stack-tiny"):
         modes |= {"save_on_cpu": save_on_cpu, "TRL offload": trl_mode(False)}
+    if case.name in ("llama-32k", "stack-small", "moe-4k"):  # a long step, or a question about the host alone
+        del modes["torch SAC attention"], modes["TRL offload + checkpoint"]
+    if case.name == "llama-32k":
+        del modes["torch SAC matmul+attention"]
     return modes
 
 
@@ -97,10 +101,13 @@ def ours_llama(case: Case) -> dict[str, Any]:
     gate_o = Recipe(swap=("qkv", "attention", "o", "gate"))
     all_of_it = Recipe(swap=("qkv", "attention", "o", "gate", "up"))
     if case.model == "moe":
-        return {"ours attention": ours(last_kept(0, Recipe(swap=("qkv", "attention"))), config(0.5, prefetch=0.5))}
+        attention = ours(last_kept(0, Recipe(swap=("qkv", "attention"))), config(0.5, prefetch=0.5))
+        return {"ours attention": attention, **planned(case, "3.3")}
     if case.tokens <= 8192:
-        return {"ours 8.4": ours(alternate(gate, gate_o), config(0.5, prefetch=1.5), act_gib=2.3)}
-    return {"ours 15.8": ours(alternate(all_of_it, gate_o, gate_o), config(1.0, prefetch=3.0), act_gib=3.65)}
+        by_hand = ours(alternate(gate, gate_o), config(0.5, prefetch=1.5), act_gib=2.3)
+        return {"ours 8.4": by_hand, **planned(case, "8.4")}
+    by_hand = ours(alternate(all_of_it, gate_o, gate_o), config(1.0, prefetch=3.0), act_gib=3.6)
+    return {"ours 15.8": by_hand, **planned(case, "15.8")}
 
 
 def ours_small() -> dict[str, Any]:

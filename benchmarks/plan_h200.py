@@ -35,7 +35,13 @@ from hyper_parallel.platform.torch.planner.meters import Meter, meter_for
 from hyper_parallel.testing import simulated_accelerator
 
 GIB = 2**30
-BUDGETS_GIB = {"stack-8k": (4.0, 5.2, 9.2, 15.3), "stack-32k": (7.8, 9.4, 15.1, 25.2)}
+BUDGETS_GIB = {
+    "stack-8k": (4.0, 5.2, 9.2, 15.3),
+    "stack-32k": (7.8, 9.4, 15.1, 25.2),
+    "llama-8k": (8.4,),
+    "llama-32k": (15.8,),
+    "moe-4k": (3.3,),
+}
 HAND_MODES = {
     "stack-8k": ("ours 4.0", "ours 5.2", "ours 9.2", "ours 15.3"),
     "stack-32k": ("ours 7.8", "ours 9.4", "ours 15.1", "ours 25.2"),

@@ -341,22 +341,25 @@ class Engine:
 
     def _run_ahead(self, forecast: Forecast, group: object | None, *, least_bytes: int) -> None:
         """What is wanted next and has not left yet stays; then copies make room, and loads take it."""
-        ahead = forecast.ahead_bytes()
+        if forecast.upcoming() is None:
+            self._make_room_in_window()
+            return
+        here = soon = forecast.ahead_bytes()  # soon: with what is far and has its turn below
         for record in forecast.next_ones():
-            if ahead >= least_bytes:
+            if soon >= least_bytes:
                 break
             if record.residency is Residency.D2H:
                 record.cancel_offload()
                 forecast.loaded(record)
-                ahead += record.nbytes
+                here += record.nbytes
+                soon += record.nbytes
             elif record.residency is Residency.HOST:
-                ahead += record.nbytes  # its turn comes below
+                soon += record.nbytes
         self._make_room_in_window()
-        self._prefetch(forecast, group, least_bytes=least_bytes)
+        self._prefetch(forecast, group, here, least_bytes=least_bytes)
 
-    def _prefetch(self, forecast: Forecast, group: object | None, *, least_bytes: int) -> None:
+    def _prefetch(self, forecast: Forecast, group: object | None, ahead: int, *, least_bytes: int) -> None:
         forced = () if group is None else (group, getattr(group, "before", None) or group)
-        ahead = forecast.ahead_bytes()
         while (record := forecast.upcoming()) is not None:
             if ahead >= least_bytes and record.group not in forced and not self._has_spare_room(record.nbytes):
                 return

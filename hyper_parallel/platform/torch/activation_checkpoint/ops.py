@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
+from hyper_parallel.platform.torch import compat
+
 __all__ = ["KNOWN", "OpFacts", "facts_of", "is_weight_cast"]
 
 
@@ -29,6 +31,7 @@ class OpFacts:
     """One op, seen from a selective region."""
 
     op: Any = None  # torch._ops.OpOverload; held, so that its id names nothing else
+    run: Any = None  # the same op without the Python call around it, where there is one
     is_ignored: bool = False  # asks about a tensor, makes nothing
     replay_reason: str | None = None
     is_random: bool = False
@@ -45,7 +48,7 @@ def facts_of(op: Any) -> OpFacts:  # op: torch._ops.OpOverload | torch._ops.High
     """The facts of an op."""
     facts = KNOWN.get(id(op))
     if facts is None:
-        facts = KNOWN[id(op)] = dataclasses.replace(_examined(op), op=op)
+        facts = KNOWN[id(op)] = dataclasses.replace(_examined(op), op=op, run=compat.bare_op(op))
     return facts
 
 

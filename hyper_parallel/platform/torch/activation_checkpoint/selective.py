@@ -155,7 +155,7 @@ class ForwardMode(_RegionMode):
         if kwargs is None:
             kwargs = {}
         if facts.is_ignored or (facts.may_be_weight_cast and is_weight_cast(args)):
-            return op(*args, **kwargs)
+            return facts.run(*args, **kwargs)
         entries = self._entries.get(id(op))
         if entries is None:
             entries = self._entries[id(op)] = []
@@ -163,15 +163,15 @@ class ForwardMode(_RegionMode):
             if (facts.writes or facts.writes_anything) and not self._region.allows_mutation:
                 self._protect_written(facts, args, kwargs)
             entries.append(self._replayed_entry(facts, args) if facts.is_random else _REPLAYED)
-            return op(*args, **kwargs)
+            return facts.run(*args, **kwargs)
         policy = self._ask(op, args, kwargs)
         if policy in _RECOMPUTES:
             entries.append(self._replayed_entry(facts, args) if facts.is_random else _REPLAYED)
-            output = op(*args, **kwargs)
+            output = facts.run(*args, **kwargs)
             self._recomputed_bytes += output.nbytes if output.__class__ is torch.Tensor else _bytes_of(output)
             return output
         entries.append(_REPLAYED)  # what an exception inside the op leaves behind
-        output = op(*args, **kwargs)
+        output = facts.run(*args, **kwargs)
         self._has_skipped_random |= facts.is_random
         entries[-1] = self._file(op, policy, output, args)
         return output
@@ -297,7 +297,7 @@ class ReplayMode(_RegionMode):
         if kwargs is None:
             kwargs = {}
         if facts.is_ignored or (facts.may_be_weight_cast and is_weight_cast(args)):
-            return op(*args, **kwargs)
+            return facts.run(*args, **kwargs)
         at = self._counts.get(id(op), 0)
         self._counts[id(op)] = at + 1
         entries = self._entries.get(id(op), ())
@@ -309,11 +309,11 @@ class ReplayMode(_RegionMode):
             )
         entry = entries[at]
         if entry is _REPLAYED:
-            return op(*args, **kwargs)
+            return facts.run(*args, **kwargs)
         if isinstance(entry, Replayed):
             assert entry.random_state is not None, "an entry of its own has a state"
             entry.random_state.restore()
-            return op(*args, **kwargs)
+            return facts.run(*args, **kwargs)
         inputs = _inputs_of(args)
         if inputs != entry.inputs:
             raise ReplayMismatchError(
