@@ -84,7 +84,7 @@ def _show_decisions(plan: Plan, console: Console) -> None:
         for region in recipe.regions:
             rows.append(
                 [
-                    f"{members[0]} +{len(members) - 1}",
+                    f"{members[0]} +{len(members) - 1}" if len(members) > 1 else members[0],
                     region.module or "whole block",
                     "input",
                     region.input_fate.value,

@@ -5,7 +5,7 @@ Run records are written by `demo` and `bench`. The page needs no network; print 
 
 Example::
 
-  hyper-parallel report run.json -o report.html --svg figure.svg --trace trace.json
+  hyper-parallel report run.json -o report.html --svg figure.svg --png figure.png --trace trace.json
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 
 from hyper_parallel.cli.console import Console
 from hyper_parallel.planner.budget import show_bytes
-from hyper_parallel.planner.run import RunRecord
+from hyper_parallel.planner.run import RecordedFate, RunRecord
 from hyper_parallel.report.bitmap import write_bitmap
 from hyper_parallel.report.figure import write_figure
 from hyper_parallel.report.page import write_page
@@ -73,3 +73,8 @@ def show_run(record: RunRecord, console: Console) -> None:
         )
     heads = ("way", "peak", "change", "step", "moved out", "moved back", "gradients")
     console.table(f"{record.title} ({record.versions.device}, {record.memory_kind})", heads, rows)
+    for step in record.steps:
+        kept = {fate.reason: fate.nbytes for fate in step.fates if fate.fate is RecordedFate.KEPT and fate.nbytes}
+        if kept and not step.out_bytes:
+            reasons = ", ".join(f"{reason} {show_bytes(kept[reason])}" for reason in sorted(kept))
+            console.say(f"{step.name}: nothing was swapped; stayed where it was: {reasons}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -115,6 +116,22 @@ def test_a_run_is_drawn(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0
     assert "bitwise equal" in out
     assert "-25%" in out
+
+
+def test_a_way_that_swapped_nothing_says_why(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    idle = dataclasses.replace(small_run().steps[1], out_bytes=0, back_bytes=0)
+    small_run(steps=(small_run().steps[0], idle)).save("run.json")
+    code, out, _ = answer(capsys, "report", "run.json")
+    assert code == 0
+    assert "swap: nothing was swapped; stayed where it was: below_min_bytes 3.00 MiB" in out
+    assert "none: nothing was swapped" not in out
+
+
+def test_a_file_that_cannot_be_written_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small_run().save("run.json")
+    code, _, err = answer(capsys, "report", "run.json", "--svg", "nowhere/f.svg")
+    assert code == 1
+    assert err == "hyper-parallel report: cannot open nowhere/f.svg: No such file or directory\n"
 
 
 def test_a_figure_of_an_unknown_way_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
