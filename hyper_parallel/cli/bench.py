@@ -23,7 +23,7 @@ from hyper_parallel.cli.failures import CommandError, UsageError
 from hyper_parallel.cli.report import show_run
 from hyper_parallel.config import current_config
 from hyper_parallel.planner.border import room
-from hyper_parallel.planner.budget import parse_budget
+from hyper_parallel.planner.budget import parse_budget, show_setting
 from hyper_parallel.planner.fit import profile_memory
 from hyper_parallel.planner.planning import plan_memory
 from hyper_parallel.planner.records import as_json
@@ -103,7 +103,8 @@ def _measured(args: argparse.Namespace, ways: list[str], console: Console) -> Ru
         memory_kind=recorder.memory_kind,
         budget_bytes=None if args.budget is None else parse_budget(args.budget),
         settings={
-            field.name: str(getattr(current_config(), field.name)) for field in dataclasses.fields(current_config())
+            field.name: show_setting(field.name, getattr(current_config(), field.name))
+            for field in dataclasses.fields(current_config())
         },
         machine={"system": f"{platform.system()} {platform.machine()}", "cores": str(os.cpu_count())},
         steps=tuple(steps),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hyper_parallel.config import parse_bytes
 
-__all__ = ["parse_budget", "show_bytes"]
+__all__ = ["parse_budget", "show_bytes", "show_setting"]
 
 
 def parse_budget(budget: int | str, *, name: str = "budget") -> int:
@@ -18,6 +18,19 @@ def parse_budget(budget: int | str, *, name: str = "budget") -> int:
     if nbytes == 0:
         raise ValueError(f"{name}: {budget!r} is no memory at all; give the bytes the step may use, such as '20GiB'")
     return nbytes
+
+
+def show_setting(name: str, value: object) -> str:
+    """A setting for a person: its name says whether a number is bytes."""
+    if value is None:
+        return "not set"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    if isinstance(value, int) and name.endswith(("_bytes", "_limit")):
+        return show_bytes(value)
+    return str(value)
 
 
 def show_bytes(nbytes: int) -> str:

@@ -19,7 +19,7 @@ from torch import nn
 
 from hyper_parallel.config import configure, current_config
 from hyper_parallel.errors import BudgetTooSmallError
-from hyper_parallel.planner.budget import parse_budget
+from hyper_parallel.planner.budget import parse_budget, show_setting
 from hyper_parallel.planner.fit import fit_memory
 from hyper_parallel.planner.plan import Plan
 from hyper_parallel.planner.planning import plan_memory
@@ -225,4 +225,4 @@ def settings_in_words(size: DemoSize, disk_path: str) -> dict[str, str]:
     """The settings that the demo runs under."""
     _configure_host(size, disk_path)
     config = current_config()
-    return {field.name: str(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    return {field.name: show_setting(field.name, getattr(config, field.name)) for field in dataclasses.fields(config)}

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from hyper_parallel.planner.budget import parse_budget, show_bytes
+from hyper_parallel.planner.budget import parse_budget, show_bytes, show_setting
 
 from .small import small_profile
 
@@ -47,3 +47,18 @@ def test_what_is_no_budget(given: Any, error: type[Exception], text: str) -> Non
 )
 def test_bytes_for_a_person(nbytes: int, text: str) -> None:
     assert show_bytes(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("min_bytes", 2**20, "1.00 MiB"),
+        ("disk_limit", 2**30, "1.00 GiB"),
+        ("attempts", 2**20, "1048576"),
+        ("host_limit", None, "not set"),
+        ("verify", False, "no"),
+        ("tiers", ("pinned", "disk"), "pinned, disk"),
+    ],
+)
+def test_settings_for_a_person(name: str, value: object, text: str) -> None:
+    assert show_setting(name, value) == text

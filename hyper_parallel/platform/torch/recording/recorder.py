@@ -259,8 +259,8 @@ def _where(memory: Curve, spans: Sequence[WorkSpan]) -> str:
     backward = [span.start_us for span in spans if span.track is Track.BACKWARD]
     forward = [span.start_us for span in spans if span.track is Track.FORWARD]
     if backward and at < min(backward):
-        return "before the first block" if forward and at < min(forward) else "the head and the loss"
-    return "after the last block's backward" if backward else ""
+        return "start, before the first block" if forward and at < min(forward) else "head and loss"
+    return "end, after the last block's backward" if backward else ""
 
 
 def _bytes_of(tensors: Any) -> int:
