@@ -40,6 +40,11 @@ class SimulatedBackend:
         self._judge = simulation.judge
         self._device_storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
+    @property
+    def simulation(self) -> Simulation:
+        """The device that is played, for those who read its bytes and clock."""
+        return self._simulation
+
     def unseen(self) -> contextlib.AbstractContextManager[None]:
         """See the border."""
         return unseen()

@@ -6,12 +6,13 @@ Bytes are *active* bytes: a block that a copy stream still owns counts, as it do
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import PlanError
+from hyper_parallel.platform.torch.activation_checkpoint.simulation import SimulatedBackend
 from hyper_parallel.testing.simulation import Simulation
 
 __all__ = ["AcceleratorMeter", "Meter", "SimulatedMeter", "meter_for"]
@@ -164,8 +165,8 @@ class SimulatedMeter:
 def meter_for(device: torch.device, *, who: str) -> Meter:
     """The meter of the device that a model is on."""
     simulated = SwapManager().backends.get(("torch simulated", device.type))
-    if simulated is not None:
-        return SimulatedMeter(cast(Any, simulated)._simulation)
+    if isinstance(simulated, SimulatedBackend):
+        return SimulatedMeter(simulated.simulation)
     if device.type in ("cpu", "meta"):
         raise PlanError(
             f"{who}: the model is on {device.type}, where activations are in host memory already and there is no device memory "
