@@ -19,7 +19,7 @@ EXAMPLES = {
     "rules": ["plain", "mine", "boundary"],
     "disk_tier": ["plain", "disk"],
 }
-ELSEWHERE = {"compare", "fsdp2", "lightning_fit", "sft_lora", "transformers_trainer"}
+ELSEWHERE = {"fsdp2", "lightning_fit", "sft_lora", "transformers_trainer"}
 
 
 def output_of(name: str) -> str:
@@ -51,5 +51,5 @@ def test_the_same_losses_at_a_lower_peak(name: str) -> None:
 def test_every_example_is_short_and_run_somewhere() -> None:
     files = {path.stem: path for path in (ROOT / "examples").glob("*.py") if path.stem != "__init__"}
     assert set(files) == set(EXAMPLES) | ELSEWHERE
-    lengths = {name: len(path.read_text().splitlines()) for name, path in files.items() if name != "compare"}
+    lengths = {name: len(path.read_text().splitlines()) for name, path in files.items()}
     assert {name: length for name, length in lengths.items() if length >= 60} == {}
