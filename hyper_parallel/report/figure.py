@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -77,8 +78,8 @@ def _memory(run: Run, longest: float) -> Iterator[str]:
     def y(nbytes: float) -> float:
         return bottom - nbytes / top * _PLOT_HEIGHT
 
-    for quarter in range(5):
-        value = int(top * quarter / 4)
+    step = 2 ** max(0, math.ceil(math.log2(top / 8)))  # 4 to 8 lines, at round numbers of bytes
+    for value in range(0, int(top) + 1, step):
         yield f'<path d="M{_LEFT} {y(value):.1f}H{_WIDTH - _RIGHT}" stroke="#e4e4e4"/>'
         yield _words(_LEFT - 6, y(value) + 4, show_bytes(value), anchor="end")
     for at, step in enumerate(run.steps):
@@ -102,10 +103,12 @@ def _legend(run: Run) -> Iterator[str]:
 
 
 def _axis(longest: float, y: float) -> Iterator[str]:
-    for quarter in range(5):
-        at = longest * quarter / 4
-        anchor = "end" if quarter == 4 else "middle"
-        yield _words(_x(at, longest), y + 18, f"{at / 1e3:.0f} ms", anchor=anchor)
+    tenth = 10 ** math.floor(math.log10(longest))
+    step = next(tenth * part for part in (0.2, 0.5, 1, 2) if longest <= 6 * tenth * part)
+    for tick in range(int(longest / step) + 1):
+        at = tick * step
+        anchor = "end" if at > 0.97 * longest else "middle"
+        yield _words(_x(at, longest), y + 18, f"{at / 1e3:g} ms", anchor=anchor)
 
 
 def _track(track: str, spans: Sequence[Span], longest: float, y: float) -> Iterator[str]:

@@ -142,3 +142,24 @@ def test_the_trace_has_a_process_per_way_and_memory_as_a_counter(tmp_path: Path)
 def test_the_page_is_written(tmp_path: Path) -> None:
     write_page(tmp_path / "report.html", small_run())
     assert (tmp_path / "report.html").read_text(encoding="utf-8") == render_page(small_run())
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.3, 1.99, 5.5, 9.99])
+def test_the_axes_of_the_figure_have_a_few_round_marks(scale: float) -> None:
+    import dataclasses
+
+    from hyper_parallel.planner.run import Curve
+
+    for power in range(1, 8):
+        curve = Curve(times_us=(0.0, scale * 10**power), nbytes=(1, int(scale * 1000**power)))
+        step = dataclasses.replace(small_step("none"), spans=(), memory=curve)
+        words = re.findall(
+            r'text-anchor="(?:middle|end)"[^>]*>([^<]*)<', render_figure(small_run(steps=(step,), budget_bytes=None))
+        )
+        times = [float(word.removesuffix(" ms")) for word in words if word.endswith(" ms")]
+        sizes = [word for word in words if word.endswith("B")]
+        assert 3 <= len(times) <= 7, times
+        assert times[0] == 0
+        assert times == pytest.approx([float(f"{times[1]:.1g}") * at for at in range(len(times))])
+        assert 4 <= len(sizes) <= 9, sizes
+        assert len(set(sizes)) == len(sizes)
