@@ -10,6 +10,13 @@ with specially. *Tier*: leases of ``--lease`` bytes, all queued at once, until t
 anywhere in a page at a multiple of 64 bytes, as the C allocator places them, and back into buffers that the tier asked
 for, as the engine does. *fio*, where it is installed: the same 64 MiB calls of one thread, and its usual 16 requests
 of 1 MiB in flight.
+
+The loop writes from the very pages of the tier's tensors. How far apart the pages of a program's memory lie decides how
+many pieces and requests its bytes become, and made the same call between 2 and 5 GB/s fast (``disk_pages.py``); whoever
+asks for memory first tends to get the small pieces that others left. The loop with ordinary memory of its own
+(``loop_own``), which it gets after the tier, and with memory in huge pages (``loop_huge``), the best there is, are
+shown as well. ``pages_per_run`` says how many pages lie side by side, where the kernel tells.
+
 Each reads right after its own write: a virtual disk may have a cache behind it, which no flag here reaches, and which
 makes the same read several times slower when other I/O came between. Loop and tier keep their memory from round to
 round; a read into memory that the process has only just got from the kernel is shown apart (``fresh``), for both.
@@ -27,7 +34,10 @@ compute was busy and when a worker was; the numbers are the lengths of these set
 from __future__ import annotations
 
 import argparse
+import array
 import collections
+import contextlib
+import ctypes
 import itertools
 import json
 import mmap
@@ -38,12 +48,15 @@ import statistics
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
 from hyper_parallel.config import SwapConfig, parse_bytes
 from hyper_parallel.core.activation_checkpoint.far.disk import DiskTier
+from hyper_parallel.core.activation_checkpoint.far.disk_file import aligned_memory, residue_of
 from hyper_parallel.core.activation_checkpoint.far.disk_workers import DiskCompletion
 from hyper_parallel.core.activation_checkpoint.far.memory import FarMemory
 from hyper_parallel.core.activation_checkpoint.far.tier import Lease
@@ -56,41 +69,44 @@ FIO_OPTIONS = {
     "fio_1M_x16": ("--bs=1M", "--ioengine=libaio", "--iodepth=16"),
 }
 CALL_BYTES = 64 * MIB
+FRAME_BITS = 2**55 - 1  # of an entry in /proc/self/pagemap: the physical page
+Transfer: TypeAlias = Callable[[int, list[memoryview], int], int]  # os.pwritev, os.preadv
 TARGET = 0.8
 
 
 class Reference:
-    """Sequential I/O on a nameless file of the same size."""
+    """Sequential I/O of one thread on a nameless file, from and into ``memory``."""
 
-    def __init__(self, directory: str, nbytes: int, direct: bool) -> None:
-        self.nbytes, self.direct = nbytes, direct
-        self._directory = directory
+    def __init__(self, directory: str, memory: list[memoryview], direct: bool) -> None:
+        self.memory, self.direct = memory, direct
         self._fd = os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o600)
         if direct:
             self._fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_DIRECT)
-        os.posix_fallocate(self._fd, 0, nbytes)
-        self._memory = private_memory(nbytes)
-        for offset in range(0, nbytes, CALL_BYTES):
-            self._memory[offset : offset + CALL_BYTES] = os.urandom(CALL_BYTES)
+        os.posix_fallocate(self._fd, 0, total_bytes(memory))
 
     def write_s(self) -> float:
+        seconds = self._move(os.pwritev, self.memory)
         began = time.perf_counter()
-        for offset in range(0, self.nbytes, CALL_BYTES):
-            assert os.pwritev(self._fd, [self._memory[offset : offset + CALL_BYTES]], offset) == CALL_BYTES
         if not self.direct:
             os.fsync(self._fd)
-        return time.perf_counter() - began
+        return seconds + time.perf_counter() - began
 
-    def read_s(self, memory: memoryview | None = None) -> float:
-        memory = self._memory if memory is None else memory
+    def read_s(self) -> float:
         drop_cache(self._fd)
-        began = time.perf_counter()
-        for offset in range(0, self.nbytes, CALL_BYTES):
-            assert os.preadv(self._fd, [memory[offset : offset + CALL_BYTES]], offset) == CALL_BYTES
-        return time.perf_counter() - began
+        return self._move(os.preadv, self.memory)
 
     def read_fresh_s(self) -> float:
-        return self.read_s(private_memory(self.nbytes))
+        drop_cache(self._fd)
+        return self._move(os.preadv, [private_memory(total_bytes(self.memory))])
+
+    def _move(self, call: Transfer, memory: list[memoryview]) -> float:
+        calls, offset = calls_of(memory), 0
+        began = time.perf_counter()
+        for views in calls:
+            moved = call(self._fd, views, offset)
+            assert moved == total_bytes(views), "the system moved a part only"
+            offset += moved
+        return time.perf_counter() - began
 
 
 class Tier:
@@ -100,8 +116,13 @@ class Tier:
         self.backend = HostBackend()
         self.far = FarMemory(SwapConfig(tiers=("disk",), disk_path=directory))
         (self.disk,) = (tier for tier in self.far._tiers if isinstance(tier, DiskTier))
-        blocks = [torch.randint(0, 256, (lease_bytes + PAGE,), dtype=torch.uint8) for _ in range(nbytes // lease_bytes)]
-        self.sources = [block[at : at + lease_bytes] for block, at in zip(blocks, itertools.cycle(range(0, PAGE, 64)))]
+        self.sources: list[torch.Tensor] = []
+        self.pages: list[memoryview] = []  # the same memory, from its first whole page on
+        for _, at in zip(range(nbytes // lease_bytes), itertools.cycle(range(0, PAGE, 64))):
+            block = torch.randint(0, 256, (lease_bytes + 2 * PAGE,), dtype=torch.uint8)
+            first = -residue_of(self.backend.host_view(block)) % PAGE
+            self.sources.append(block[first + at : first + at + lease_bytes])
+            self.pages.append(self.backend.host_view(block[first : first + lease_bytes]))
         self.targets: list[torch.Tensor] = []
         self.leases: list[Lease] = []
         for source in self.sources:
@@ -176,6 +197,48 @@ def private_memory(nbytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
+def filled(memory: memoryview) -> memoryview:
+    for at in range(0, len(memory), CALL_BYTES):
+        memory[at : at + CALL_BYTES] = os.urandom(CALL_BYTES)
+    return memory
+
+
+def total_bytes(views: list[memoryview]) -> int:
+    return sum(len(view) for view in views)
+
+
+def calls_of(memory: list[memoryview]) -> list[list[memoryview]]:
+    """All of ``memory``, cut and gathered into calls of at most ``CALL_BYTES``."""
+    most_views = os.sysconf("SC_IOV_MAX")
+    calls: list[list[memoryview]] = []
+    for view in memory:
+        for at in range(0, len(view), CALL_BYTES):
+            part = view[at : at + CALL_BYTES]
+            if not calls or len(calls[-1]) == most_views or total_bytes(calls[-1]) + len(part) > CALL_BYTES:
+                calls.append([])
+            calls[-1].append(part)
+    return calls
+
+
+def pages_per_run(memory: list[memoryview]) -> float | None:
+    """How many pages of page-aligned ``memory`` lie side by side, on average; None where the kernel does not say."""
+    pages, runs = 0, 0
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(open("/proc/self/pagemap", "rb", buffering=0))
+        except OSError:
+            return None
+        for view in memory:
+            first = ctypes.addressof(ctypes.c_char.from_buffer(view)) // PAGE
+            file.seek(8 * first)
+            frames = [entry & FRAME_BITS for entry in array.array("Q", file.read(8 * (len(view) // PAGE)))]
+            if not any(frames):  # only root is told
+                return None
+            pages += len(frames)
+            runs += 1 + sum(after != before + 1 for before, after in itertools.pairwise(frames))
+    return pages / runs
+
+
 def drop_cache(fd: int) -> None:
     os.fsync(fd)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -189,8 +252,10 @@ def ratios(rates: dict[str, float], reference: str) -> dict[str, float]:
 def throughput(directory: str, nbytes: int, lease_bytes: int, rounds: int) -> dict[str, object]:
     tier = Tier(directory, nbytes, lease_bytes)
     contestants: dict[str, Reference | Tier | Fio] = {
-        "loop": Reference(directory, nbytes, tier.is_direct),
+        "loop": Reference(directory, tier.pages, tier.is_direct),
         "tier": tier,
+        "loop_own": Reference(directory, [filled(private_memory(nbytes))], tier.is_direct),
+        "loop_huge": Reference(directory, [filled(aligned_memory(nbytes))], tier.is_direct),
     }
     if shutil.which("fio"):
         for name, options in FIO_OPTIONS.items():
@@ -201,15 +266,17 @@ def throughput(directory: str, nbytes: int, lease_bytes: int, rounds: int) -> di
         # Who goes first alternates: the second finds whatever the first left in caches behind the disk.
         for name, one in list(contestants.items())[:: 1 if number % 2 else -1]:
             samples[f"{name}_write"].append(nbytes / one.write_s() / 1e9)
-            if not isinstance(one, Fio):
+            if name in ("loop", "tier") and not isinstance(one, Fio):
                 samples[f"{name}_read_fresh"].append(nbytes / one.read_fresh_s() / 1e9)
             samples[f"{name}_read"].append(nbytes / one.read_s() / 1e9)
+    runs = {name: pages_per_run(one.memory) for name, one in contestants.items() if isinstance(one, Reference)}
     tier.close()
     median = {name: statistics.median(values) for name, values in samples.items()}
     best = {name: max(values) for name, values in samples.items()}
     references = [name for name in contestants if name != "tier"]
     return {
         "direct_io": tier.is_direct,
+        "pages_per_run": runs,
         "first_write_GB_per_s": first,
         "samples_GB_per_s": samples,
         "median_GB_per_s": median,
@@ -306,10 +373,12 @@ def main() -> None:
     arguments = parser.parse_args()
     lease_bytes = parse_bytes(arguments.lease, name="--lease")
     nbytes = parse_bytes(arguments.size, name="--size") // CALL_BYTES * CALL_BYTES
-    if not 0 < lease_bytes <= nbytes or nbytes % lease_bytes:
-        parser.error(f"--size ({nbytes} in whole 64 MiB) must be a multiple of --lease ({lease_bytes})")
+    if not 0 < lease_bytes <= nbytes or nbytes % lease_bytes or lease_bytes % PAGE:
+        parser.error(
+            f"--size ({nbytes} in whole 64 MiB) must be a multiple of --lease ({lease_bytes}), and that of {PAGE}"
+        )
     result: dict[str, object] = {
-        "schema": 2,
+        "schema": 3,
         "command": f"benchmarks/disk_tier.py --size {nbytes} --lease {lease_bytes} --rounds {arguments.rounds}",
         "machine": {
             "kernel": platform.release(),
@@ -321,7 +390,9 @@ def main() -> None:
         "throughput": (rates := throughput(arguments.directory, nbytes, lease_bytes, arguments.rounds)),
         "overlap": (hiding := overlap(arguments.directory, nbytes, lease_bytes)),
     }
-    print(f"direct I/O: {rates['direct_io']}; {arguments.rounds} rounds, GB/s:")
+    print(
+        f"direct I/O: {rates['direct_io']}; pages per run: {rates['pages_per_run']}; {arguments.rounds} rounds, GB/s:"
+    )
     for name, value in sorted(rates["median_GB_per_s"].items()):  # type: ignore[attr-defined]
         print(f"  {name:17s} median {value:6.2f}   best {rates['best_GB_per_s'][name]:6.2f}")  # type: ignore[index]
     for kind in ("medians", "bests"):
