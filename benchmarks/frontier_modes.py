@@ -43,7 +43,7 @@ def peers(case: Case) -> dict[str, Any]:
     }
     if case.name in ("stack-8k", "stack-tiny"):
         modes |= {"save_on_cpu": save_on_cpu, "TRL offload": trl_mode(False)}
-    if case.name in ("llama-32k", "stack-small", "moe-4k"):  # a long step, or a question about the host alone
+    if case.name in ("llama-8k", "llama-32k", "stack-small", "moe-4k"):  # the stacks show these two
         del modes["torch SAC attention"], modes["TRL offload + checkpoint"]
     if case.name == "llama-32k":
         del modes["torch SAC matmul+attention"]

@@ -29,10 +29,11 @@ class FirstStep:
     is_over: bool = False
     recomputed_regions: int = 0
     predicted_peak_bytes: int | None = None
+    before: SwapStats | None = None  # what trial steps had counted when they ended
 
     def speak(self, stats: SwapStats) -> None:
         """Write the line."""
-        _say(_line(stats, self.recomputed_regions, self.predicted_peak_bytes))
+        _say(_line(stats if self.before is None else _since(self.before, stats), self))
 
 
 def is_wanted(environment: Mapping[str, str] | None = None) -> bool:
@@ -57,10 +58,22 @@ def _say(line: str) -> None:
         print(line, file=sys.stderr)
 
 
-def _line(stats: SwapStats, recomputed_regions: int, predicted_peak_bytes: int | None) -> str:
+def _since(before: SwapStats, stats: SwapStats) -> SwapStats:
+    kept = {reason: nbytes - before.kept_bytes.get(reason, 0) for reason, nbytes in stats.kept_bytes.items()}
+    return dataclasses.replace(
+        stats,
+        swapped_out_bytes=stats.swapped_out_bytes - before.swapped_out_bytes,
+        recomputed_bytes=stats.recomputed_bytes - before.recomputed_bytes,
+        saved_bytes=stats.saved_bytes - before.saved_bytes,
+        kept_bytes={reason: nbytes for reason, nbytes in kept.items() if nbytes},
+    )
+
+
+def _line(stats: SwapStats, first_step: FirstStep) -> str:
     done = [f"swapped {_size(stats.swapped_out_bytes)}" if stats.swapped_out_bytes else "nothing was swapped"]
-    if recomputed_regions:
-        what = "1 region" if recomputed_regions == 1 else f"{recomputed_regions} regions"
+    regions = first_step.recomputed_regions
+    if regions:
+        what = "1 region" if regions == 1 else f"{regions} regions"
         done.append(f"recomputed {what}" + (f" ({_size(stats.recomputed_bytes)})" if stats.recomputed_bytes else ""))
     if stats.saved_bytes:
         done.append(f"saved {_size(stats.saved_bytes)}")
@@ -68,8 +81,8 @@ def _line(stats: SwapStats, recomputed_regions: int, predicted_peak_bytes: int |
     words = f"hyper_parallel: first step: {', '.join(done)}"
     if kept:
         words += f"; stayed where it was: {kept}"
-    if predicted_peak_bytes is not None:
-        words += f"; predicted peak {_size(predicted_peak_bytes)}"
+    if first_step.predicted_peak_bytes is not None:
+        words += f"; predicted peak {_size(first_step.predicted_peak_bytes)}"
     return words
 
 

@@ -116,9 +116,13 @@ def test_a_plan_brings_its_predicted_peak_and_trial_steps_say_nothing(caplog: py
         profile = hp.profile_memory(model, lambda: step(model), steps=1)
         assert lines(caplog) == []
         plan = hp.plan_memory(profile, profile.measured.peak_bytes - 2 * VALUE_BYTES, effort=0.2)
+        before = hp.stats()
         with hp.apply_plan(model, plan):
             step(model)
+        swapped = hp.stats().swapped_out_bytes - before.swapped_out_bytes
     (line,) = lines(caplog)
+    assert before.swapped_out_bytes > 0, "trial steps must have counted something for this to mean anything"
+    assert f"swapped {swapped / 2**20:.2f} MiB" in line
     assert f"predicted peak {plan.predicted_peak_bytes / 2**20:.2f} MiB" in line
 
 

@@ -126,6 +126,7 @@ def no_trace(model: nn.Module, device: torch.device, *, who: str) -> Iterator[No
     try:
         yield
     finally:
+        first_step.before = manager.stats()
         manager.first_step = first_step
         snapshot.put_back()
     changes = snapshot.changes()
