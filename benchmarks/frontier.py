@@ -50,7 +50,7 @@ SCHEDULES = {
     "llama-8k": Schedule(rounds=2, steps=3, traced=("ours 8.4",)),
     "llama-32k": Schedule(rounds=2, steps=2),
     "moe-4k": Schedule(rounds=2, steps=4),
-    "stack-small": Schedule(rounds=3, steps=8, traced=("ours mixed",)),
+    "stack-small": Schedule(rounds=2, steps=8, traced=("ours mixed",)),
 }
 SLOW = frozenset({"save_on_cpu", "TRL offload"})
 
