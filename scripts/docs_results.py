@@ -22,9 +22,10 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:  # mkdocs.structure.file
     """Add the results to the site's files."""
     from mkdocs.structure.files import File
 
-    for path in sorted(RESULTS.iterdir()):
+    for path in sorted(RESULTS.rglob("*")):
         if path.is_file():
-            files.append(File.generated(config, f"benchmarks/results/{path.name}", abs_src_path=str(path)))
+            name = f"benchmarks/results/{path.relative_to(RESULTS).as_posix()}"
+            files.append(File.generated(config, name, abs_src_path=str(path)))
     return files
 
 
