@@ -144,6 +144,7 @@ def test_the_search_is_within_two_percent_of_every_possible_answer(seed: int) ->
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_a_thousand_instances() -> None:
     worst = {seed: max(gaps(seed)) for seed in range(ALL)}
     assert {seed: gap for seed, gap in worst.items() if gap > TOLERANCE} == {}

@@ -7,6 +7,7 @@ with warnings. It is off with ``HYPER_PARALLEL_SUMMARY=0``, with a level above I
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -55,7 +56,8 @@ def _say(line: str) -> None:
     if LOGGER.isEnabledFor(logging.INFO):
         LOGGER.info(line)
     elif _is_untouched():
-        print(line, file=sys.stderr)
+        with contextlib.suppress(OSError, ValueError):  # a full disk or a closed stream behind it must not end a step
+            print(line, file=sys.stderr)
 
 
 def _since(before: SwapStats, stats: SwapStats) -> SwapStats:

@@ -143,6 +143,7 @@ def test_when_it_is_wanted(environment: dict[str, str], expected: bool, caplog: 
 
 SCRIPT = """
 import logging, sys, torch, hyper_parallel as hp
+if "closed" in sys.argv: sys.stderr.close()
 if "configured" in sys.argv: logging.basicConfig(level=logging.WARNING)
 if "rank" in sys.argv:
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -152,7 +153,7 @@ for _ in range(2): model(torch.randn(2, 8, requires_grad=True)).sum().backward()
 """
 
 
-@pytest.mark.parametrize(("words", "said"), [([], 1), (["configured"], 0), (["rank"], 0)])
+@pytest.mark.parametrize(("words", "said"), [([], 1), (["configured"], 0), (["rank"], 0), (["closed"], 0)])
 def test_where_nobody_set_logging_up_it_goes_to_standard_error(words: list[str], said: int, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
