@@ -26,7 +26,7 @@ def apply(
     """Treat this rank's stages; options as in ``integrations.treatment``, but for a budget.
 
     There is no budget here: ranks agree on one plan, and the stages of a pipeline are different models. Give each stage a
-    plan of its own (``hp.fit_memory(stage.submod, ...)``), or a preset.
+    plan of its own (``hp.profile_memory``, ``hp.plan_memory``, ``hp.apply_plan`` on ``stage.submod``), or a preset.
     """
     treatment = Treatment(what=what, blocks=blocks)
     kind = needed("torch.distributed.pipelining.stage", who="integrations.pipelining.apply")._PipelineStageBase

@@ -32,6 +32,7 @@ def callback(
     """
     who = "integrations.transformers.callback"
     base = needed("transformers", who=who).TrainerCallback
+    torch = needed("torch", who=who)
     treatment = Treatment(what=what, budget=budget, blocks=blocks)
 
     class HyperParallelCallback(base):  # type: ignore[misc,valid-type]  # a class of a package that is imported at its first use
@@ -58,7 +59,8 @@ def callback(
             self._run.end()
 
         def _heard(self, module: Any, args: Any, kwargs: Any) -> None:
-            self._call = args, kwargs
+            if module.training and torch.is_grad_enabled():  # evaluating and generating have batches of another size
+                self._call = args, kwargs
 
         def _own_step(self, model: Any) -> Step | None:
             call = self._call

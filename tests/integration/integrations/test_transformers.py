@@ -16,8 +16,10 @@ from trl import SFTConfig, SFTTrainer
 
 from hyper_parallel import CheckpointPolicy
 from hyper_parallel.errors import PlanError
+from hyper_parallel.integrations import apply
 from hyper_parallel.integrations import transformers as adapter
 from hyper_parallel.integrations import trl as trl_adapter
+from hyper_parallel.testing import simulated_accelerator
 
 from . import tiny
 
@@ -150,6 +152,54 @@ def test_a_budget(tmp_path: Path, plain: tiny.Run) -> None:
     assert all(torch.equal(ours.weights[name], weight) for name, weight in plain.weights.items())
     assert len(fitted) == 1
     assert not fitted[0].does_nothing
+
+
+def test_a_budget_is_fitted_on_a_training_batch_also_after_an_evaluation(tmp_path: Path) -> None:
+    """Evaluation runs between the first step and the one that fits, on batches of another size."""
+    callback = adapter.callback(budget="1GiB")
+    shapes: list[tuple[int, ...]] = []
+    original = callback._own_step
+
+    def own_step(model: Any) -> Any:
+        shapes.append(tuple(callback._call[1]["input_ids"].shape))
+        return original(model)
+
+    callback._own_step = own_step
+    rows = tiny.rows()
+    short = [{name: row[name][:8] for name in row} for row in rows]
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path), eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=2, **COMMON
+    )
+    trainer = Trainer(
+        tiny.model(),
+        arguments,
+        train_dataset=rows,
+        eval_dataset=short,
+        data_collator=default_data_collator,
+        callbacks=[callback],
+    )
+    with simulated_accelerator():
+        trainer.train()
+    assert shapes == [(tiny.BATCH, tiny.LENGTH)]
+
+
+@pytest.mark.parametrize("what", ["boundary", "auto", "swap", "recompute", policy], ids=str)
+def test_a_treated_model_generates_what_the_plain_one_does(what: Any) -> None:
+    """Generation reads the key-value cache that the blocks fill; a copy of it would be thrown away."""
+    model = tiny.model().eval()
+    prompt = torch.tensor([row["input_ids"][:8] for row in tiny.rows(2)])
+
+    def generated() -> torch.Tensor:
+        return model.generate(prompt, max_new_tokens=6, do_sample=False)
+
+    def cached() -> int:
+        with torch.no_grad():
+            return int(model(prompt, use_cache=True).past_key_values.get_seq_length())
+
+    plain = generated()
+    with apply(model, what):
+        assert torch.equal(generated(), plain)
+        assert cached() == 8
 
 
 def sft(folder: Path, callbacks: list[Any], **settings: Any) -> tuple[list[float], torch.nn.Module]:

@@ -2,7 +2,8 @@
 
 Transformers leaves its cache on by default, also in training, and every layer appends to it. A replay would append a second
 time. So each run of a region, forward or replay, gets the cache as it was before, in a copy of its own: the values are
-those of the plain step, and nobody keeps them.
+those of the plain step, and nobody keeps them. Without gradients nothing is replayed, and the caller's cache is filled:
+``generate`` reads it.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 __all__ = ["with_own_cache"]
 
 
 def with_own_cache(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Callable[..., Any]:
     """The function, each run of which writes into a cache of its own, where this call has one."""
+    if not torch.is_grad_enabled():
+        return function
     if not any(map(_is_cache, args)) and not any(map(_is_cache, kwargs.values())):
         return function
 
