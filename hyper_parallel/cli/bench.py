@@ -18,7 +18,7 @@ import platform
 from typing import Any, Final
 
 from hyper_parallel.cli.console import Console
-from hyper_parallel.cli.factory import add_model_arguments, built_model, simulated_where_asked
+from hyper_parallel.cli.factory import add_model_arguments, built_model, require_writable, simulated_where_asked
 from hyper_parallel.cli.failures import CommandError, UsageError
 from hyper_parallel.cli.report import show_run
 from hyper_parallel.config import current_config
@@ -63,6 +63,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             parse_budget(args.budget, name="--budget")
         except ValueError as error:
             raise UsageError(str(error)) from None
+    require_writable(args.output, args.html)
     record = _measured(args, ways, console)
     record.save(args.output)
     if args.html is not None:

@@ -14,7 +14,7 @@ from hyper_parallel.cli.failures import CommandError, UsageError
 from hyper_parallel.config import current_config
 from hyper_parallel.errors import HyperParallelError
 
-__all__ = ["add_model_arguments", "built_model", "simulated_where_asked"]
+__all__ = ["add_model_arguments", "built_model", "positive", "require_writable", "simulated_where_asked"]
 
 _OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")  # measuring knows what to do with these
 
@@ -45,12 +45,31 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def require_writable(*paths: str | None) -> None:
+    """Files that could not be written are named before anything is measured, not after."""
+    for path in paths:
+        if path is None:
+            continue
+        folder = os.path.dirname(path) or "."
+        if os.path.isdir(path):
+            raise CommandError(f"cannot write {path}: it is a folder; name a file in it")
+        if not os.path.isdir(folder):
+            raise CommandError(f"cannot write {path}: there is no folder {folder}; make it first")
+        if not os.access(folder, os.W_OK):
+            raise CommandError(f"cannot write {path}: writing into {folder} is not permitted")
+
+
 def built_model(name: str) -> tuple[Any, Callable[[], Any]]:
     """The model and the step that ``MODULE:FACTORY`` names."""
     path, _, attribute = name.partition(":")
     if not path or not attribute:
         raise UsageError(
             f"cannot read {name!r}; write MODULE:FACTORY, such as train:make_model for make_model() in train.py"
+        )
+    if path.endswith(".py") or os.sep in path:
+        raise UsageError(
+            f"{path!r} is a file; name the module instead, from the folder that holds it: "
+            f"{os.path.basename(path).removesuffix('.py')}:{attribute}"
         )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -62,7 +81,7 @@ def built_model(name: str) -> tuple[Any, Callable[[], Any]]:
                 f"there is no module {path!r} here or on the path; run this where {path} can be imported"
             ) from None
         raise CommandError(f"{path} cannot be imported, because it needs {error.name!r}: {error}") from error
-    except Exception as error:  # a user's module may raise anything
+    except (Exception, SystemExit) as error:  # a user's module may raise anything, and a script without a guard exits
         raise CommandError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     factory = getattr(module, attribute, None)
     if not callable(factory):
@@ -70,7 +89,7 @@ def built_model(name: str) -> tuple[Any, Callable[[], Any]]:
         raise CommandError(f"{path} has no function {attribute!r}; it has {', '.join(known[:12]) or 'none'}")
     try:
         made = factory()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise CommandError(f"{name}() raised {type(error).__name__}: {error}") from error
     if not isinstance(made, tuple) or len(made) != 2 or not callable(made[1]):
         raise CommandError(

@@ -14,7 +14,7 @@ import argparse
 
 from hyper_parallel.cli.console import Console
 from hyper_parallel.cli.explain import show_plan
-from hyper_parallel.cli.factory import add_model_arguments
+from hyper_parallel.cli.factory import add_model_arguments, require_writable
 from hyper_parallel.cli.failures import UsageError
 from hyper_parallel.cli.profile import measured_profile
 from hyper_parallel.planner.budget import parse_budget
@@ -30,8 +30,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser, is_optional=True)
     parser.add_argument("--profile", metavar="FILE", help="plan from this profile instead of measuring")
     parser.add_argument("--budget", required=True, metavar="BYTES", help="the peak to keep, such as 20GiB")
-    parser.add_argument("--effort", type=float, default=1.0, metavar="X", help="how long to search (default 1.0)")
+    parser.add_argument("--effort", type=_effort, default=1.0, metavar="X", help="how long to search (default 1.0)")
     parser.add_argument("-o", "--output", metavar="FILE", default="plan.json", help="default plan.json")
+
+
+def _effort(text: str) -> float:
+    """A number above 0 and up to 100."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 100:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0 and up to 100")
+    return value
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -42,6 +53,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         budget = parse_budget(args.budget, name="--budget")
     except ValueError as error:
         raise UsageError(str(error)) from None
+    require_writable(args.output)
     profile = Profile.load(args.profile) if args.profile else measured_profile(args, console)
     console.note("searching for a plan ...")
     plan = plan_memory(profile, budget, effort=args.effort)

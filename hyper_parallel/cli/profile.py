@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 
 from hyper_parallel.cli.console import Console
-from hyper_parallel.cli.factory import add_model_arguments, built_model, simulated_where_asked
+from hyper_parallel.cli.factory import add_model_arguments, built_model, require_writable, simulated_where_asked
 from hyper_parallel.planner.budget import show_bytes
 from hyper_parallel.planner.fit import profile_memory
 from hyper_parallel.planner.profile import Profile
@@ -39,6 +39,7 @@ def measured_profile(args: argparse.Namespace, console: Console) -> Profile:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """The command."""
+    require_writable(args.output)
     profile = measured_profile(args, console)
     profile.save(args.output)
     console.data({"profile": args.output, **_figures(profile)})

@@ -189,8 +189,6 @@ class _Fit:
             if plan is None or (best is not None and _deeds(plan) in tried):
                 break
             tried.add(_deeds(plan))
-            if plan.does_nothing and profile.measured.under == "none" and profile.measured.peak_bytes <= self.budget:
-                return plan, None
             measured = self._measure(plan)
             self._note(plan, measured)
             if measured.peak_bytes <= self.budget:

@@ -191,6 +191,8 @@ class Plan:
 
     def diff(self, other: Plan) -> tuple[str, ...]:
         """How ``other`` differs from this plan, one line each; empty when both do the same."""
+        if not isinstance(other, Plan):
+            raise TypeError(f"Plan.diff: expected a Plan, got {type(other).__name__}; read one with Plan.load(path)")
         return tuple(_differences(self, other))
 
     def summary(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import errno
 import functools
 import json
 import math
@@ -121,10 +122,19 @@ def save_record(record: Any, path: str | os.PathLike[str], *, schema: str) -> No
     """Write a record as JSON; a reader of ``path`` sees the whole file or the one before."""
     target = Path(path)
     text = json.dumps({"schema": schema, **as_json(record)}, indent=1, allow_nan=False)
+    try:
+        _replace(target, text + "\n")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(target)) from None  # not the name of the temporary file
+
+
+def _replace(target: Path, text: str) -> None:
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
+            file.write(text)
         os.replace(temporary, target)
     except BaseException:
         os.unlink(temporary)

@@ -321,7 +321,7 @@ def apply_rules(
             first, or a preset: ``boundary``, ``attention``, ``elementwise``, ``auto``.
         blocks: patterns of the modules to make regions of; None: the model's repeated blocks.
         step: when given, it is run once, without a trace, to check that every rule matches something. Without it names are
-            checked now and matches at the end of the first forward.
+            checked now and matches at the end of the first forward. A preset needs no check, and does not run it.
 
     Returns:
         A handle and context manager with ``stats()`` and ``remove()``.

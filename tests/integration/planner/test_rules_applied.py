@@ -123,6 +123,15 @@ def test_a_name_that_does_not_exist_is_found_at_once(rules: dict[str, str], text
     assert tree_of(model) == before
 
 
+@pytest.mark.parametrize("rules", ["boundary", {"*::*": "recompute"}], ids=["preset", "rules"])
+def test_a_step_that_cannot_be_called_is_refused(rules: Any) -> None:
+    model, _ = transformer()
+    tree = tree_of(model)
+    with pytest.raises(TypeError, match=r"apply_rules: step must be a callable"):
+        hp.apply_rules(model, rules, step="train.py")  # type: ignore[arg-type]
+    assert tree_of(model) == tree
+
+
 def test_blocks_by_pattern() -> None:
     model, step = transformer()
     with simulated_accelerator():

@@ -24,6 +24,7 @@ import missing_on_purpose
 GOOD = """
 def makes_nothing(): return 7
 def raises(): raise KeyError("weights")
+def leaves(): raise SystemExit(0)
 not_callable = 3
 """
 
@@ -57,7 +58,15 @@ def test_every_command_has_help_with_an_example(name: str, capsys: pytest.Captur
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["dance"], ["plan", "a:b"], ["report"], ["demo", "--steps", "0"], ["completion", "fish"]],
+    [
+        [],
+        ["dance"],
+        ["plan", "a:b"],
+        ["report"],
+        ["demo", "--steps", "0"],
+        ["plan", "a:b", "--budget", "1GiB", "--effort", "nan"],
+        ["completion", "fish"],
+    ],
     ids=str,
 )
 def test_what_is_not_understood_is_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,10 +84,17 @@ def test_what_is_not_understood_is_usage(arguments: list[str], capsys: pytest.Ca
         (["plan", "half_models", "--budget", "1GiB"], 2, "write MODULE:FACTORY"),
         (["plan", "nowhere.at_all:f", "--budget", "1GiB"], 1, "there is no module 'nowhere.at_all'"),
         (["profile", "needs_more:f"], 1, "needs 'missing_on_purpose'"),
-        (["profile", "half_models:other"], 1, "has no function 'other'; it has makes_nothing, raises"),
+        (["profile", "half_models:other"], 1, "has no function 'other'; it has leaves, makes_nothing, raises"),
         (["profile", "half_models:not_callable"], 1, "has no function 'not_callable'"),
         (["profile", "half_models:raises"], 1, "half_models:raises() raised KeyError: 'weights'"),
         (["profile", "half_models:makes_nothing"], 1, "must return (model, step)"),
+        (["profile", "half_models:leaves"], 1, "half_models:leaves() raised SystemExit: 0"),
+        (["profile", "half_models.py:raises"], 2, "'half_models.py' is a file; name the module instead"),
+        (["profile", "../folder/half_models.py:raises"], 2, "from the folder that holds it: half_models:raises"),
+        (["profile", "half_models:raises", "-o", "no/p.json"], 1, "cannot write no/p.json: there is no folder no"),
+        (["profile", "half_models:raises", "-o", "."], 1, "cannot write .: it is a folder; name a file in it"),
+        (["plan", "half_models:raises", "--budget", "1GiB", "-o", "no/p.json"], 1, "there is no folder no"),
+        (["bench", "half_models:raises", "--html", "no/r.html"], 1, "cannot write no/r.html: there is no folder no"),
         (["bench", "half_models:raises", "--ways", "swop"], 2, "out of none, recompute"),
         (["bench", "half_models:raises", "--ways", "none,none"], 2, "each way at most once"),
         (["bench", "half_models:raises", "--ways", "auto"], 2, "auto needs a --budget"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -351,3 +352,18 @@ def test_a_module_whose_calls_differ_is_left_alone() -> None:
     plan = hp.plan_memory(profile, BASE + 4 * INPUT + 3 * VALUE + TRANSIENT)
     assert [block.recipe is None for block in plan.blocks[:2]] == [True, True]
     assert plan.recipe_of(plan.blocks[2]) is not None
+
+
+def test_a_plan_is_compared_with_plans_only() -> None:
+    plan = hp.plan_memory(small_profile(), 10**9)
+    with pytest.raises(TypeError, match=r"Plan\.diff: expected a Plan, got str; read one with Plan\.load\(path\)"):
+        plan.diff("plan.json")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("where", ["nowhere/plan.json", "."])
+def test_a_file_that_cannot_be_written_has_the_name_that_was_given(tmp_path: Path, where: str) -> None:
+    plan = hp.plan_memory(small_profile(), 10**9)
+    target = tmp_path / where
+    with pytest.raises(OSError, match=rf"{re.escape(repr(str(target)))}$"):
+        plan.save(target)
+    assert list(tmp_path.iterdir()) == []

@@ -17,7 +17,7 @@ from hyper_parallel.platform.torch.planner.blocks import BlockRef, find_blocks, 
 from hyper_parallel.platform.torch.planner.key_values import with_own_cache
 from hyper_parallel.platform.torch.planner.paths import Paths
 from hyper_parallel.platform.torch.planner.regions import Handle, Replacements, op_name
-from hyper_parallel.platform.torch.planner.survey import list_ops
+from hyper_parallel.platform.torch.planner.survey import list_ops, require_step
 
 __all__ = ["RulesHandle", "apply_rules"]
 
@@ -147,6 +147,8 @@ def apply_rules(
     """See ``hyper_parallel.apply_rules``."""
     who = "apply_rules"
     require_module(model, who)
+    if step is not None:
+        require_step(step, who)
     found = find_blocks(model, blocks, who=who)
     if not rules.may_match_nothing:
         rules.check_modules(_module_paths(found))
