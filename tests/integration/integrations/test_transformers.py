@@ -202,6 +202,38 @@ def test_a_treated_model_generates_what_the_plain_one_does(what: Any) -> None:
         assert cached() == 8
 
 
+@pytest.mark.parametrize("grad_later", [True, False], ids=["gradients", "no_grad"])
+@pytest.mark.parametrize("what", ["boundary", policy], ids=["boundary", "policy"])
+def test_a_cache_that_a_replayed_forward_left_empty_is_refused(what: Any, grad_later: bool) -> None:
+    model = tiny.model()
+    ids = torch.tensor([row["input_ids"] for row in tiny.rows(2)])
+    with apply(model, what):
+        first = model(ids[:, :16], use_cache=True)
+        with pytest.raises(PlanError, match=r"LlamaDecoderLayer: cannot go on with a key-value cache.*use_cache=False"):
+            with torch.set_grad_enabled(grad_later):
+                model(ids[:, 16:], past_key_values=first.past_key_values)
+
+
+@pytest.mark.parametrize("what", ["boundary", "swap"])
+def test_a_forward_goes_on_with_a_cache_that_was_filled(what: str) -> None:
+    """Without gradients a region fills it, and ``swap``, which replays nothing, does so with gradients too."""
+    model = tiny.model()
+    ids = torch.tensor([row["input_ids"] for row in tiny.rows(2)])
+
+    def gradients() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        with torch.set_grad_enabled(what == "swap"):
+            first = model(ids[:, :16], use_cache=True)
+        model(ids[:, 16:], past_key_values=first.past_key_values, labels=ids[:, 16:]).loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    plain = gradients()
+    with apply(model, what):
+        ours = gradients()
+    assert plain.keys() == ours.keys()
+    assert all(torch.equal(ours[name], gradient) for name, gradient in plain.items())
+
+
 def sft(folder: Path, callbacks: list[Any], **settings: Any) -> tuple[list[float], torch.nn.Module]:
     model = tiny.model()
     arguments = SFTConfig(
