@@ -71,6 +71,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
             parse_budget(args.budget, name="--budget")
         except ValueError as error:
             raise UsageError(str(error)) from None
+    if args.disk_path is not None and not Path(args.disk_path).is_dir():
+        raise UsageError(f"--disk-path: there is no folder {args.disk_path}; name one on the disk to use")
     folder = Path(args.output)
     folder.mkdir(parents=True, exist_ok=True)
     if args.one is not None:

@@ -32,6 +32,10 @@ def apply(
         raise TypeError(
             f"integrations.accelerate.apply: expected (accelerator, model, ...), got {type(accelerator).__name__} first"
         )
+    if not hasattr(model, "named_modules"):
+        raise TypeError(
+            f"integrations.accelerate.apply: expected (accelerator, model, ...), got {type(model).__name__} in the model's place"
+        )
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.activation_checkpointing:
         raise ValueError(

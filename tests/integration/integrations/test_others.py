@@ -146,6 +146,8 @@ def test_accelerate(what: str) -> None:
 def test_accelerate_wants_its_accelerator() -> None:
     with pytest.raises(TypeError, match=r"expected \(accelerator, model, ...\), got LlamaForCausalLM first"):
         accelerate_adapter.apply(tiny.model(), "boundary")
+    with pytest.raises(TypeError, match=r"expected \(accelerator, model, ...\), got str in the model's place"):
+        accelerate_adapter.apply(Accelerator(cpu=True), "boundary")
 
 
 def test_a_budget_needs_a_step() -> None:

@@ -98,6 +98,7 @@ def test_what_is_not_understood_is_usage(arguments: list[str], capsys: pytest.Ca
         (["bench", "half_models:raises", "--ways", "swop"], 2, "out of none, recompute"),
         (["bench", "half_models:raises", "--ways", "none,none"], 2, "each way at most once"),
         (["bench", "half_models:raises", "--ways", "auto"], 2, "auto needs a --budget"),
+        (["demo", "--disk-path", "no"], 2, "--disk-path: there is no folder no; name one on the disk to use"),
         (["demo", "--budget", "0"], 2, "is no memory at all"),
         (["explain", "missing.json"], 1, "cannot read missing.json: No such file"),
         (["report", "missing.json"], 1, "cannot read missing.json: No such file"),
