@@ -392,7 +392,8 @@ class Engine:
     def let_go(self, record: Record) -> None:
         """A replay has taken what it needs: drop our own reference, if nobody else counts on this record."""
         with self._lock:
-            if not record.shares and record.residency is Residency.DEVICE:
+            # A reader on a foreign stream goes on after the replay, and only this record orders the buffer's pool after it.
+            if not record.shares and not record.has_foreign_readers and record.residency is Residency.DEVICE:
                 self._let_go(record)
 
     def _let_go(self, record: Record) -> bool:

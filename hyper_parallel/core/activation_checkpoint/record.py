@@ -232,7 +232,14 @@ class Record:
         stream = self.engine.backend.current_stream()
         self.back.order(stream)
         self._is_ordered = stream == self.stream
+        if not self._is_ordered and stream not in self._foreign_streams:
+            self._foreign_streams.append(stream)
         self.residency = target
+
+    @property
+    def has_foreign_readers(self) -> bool:
+        """Whether another stream than the one whose pool owns the buffer was handed the bytes."""
+        return bool(self._foreign_streams)
 
     def note_reader(self) -> None:
         """Remember a consumer on another stream than the one whose pool owns the buffer (see :meth:`_order_owner`)."""
@@ -247,6 +254,9 @@ class Record:
         copy = self.out if self.back is None else self.back  # the last one that touches these very bytes
         if copy is not None and not self._is_ordered:
             copy.order(self.stream)
+            # The source is the user's: it may come from the pool of another stream than saved it.
+            if self.back is None and (stream := self.engine.backend.current_stream()) != self.stream:
+                copy.order(stream)
         for reader in self._foreign_streams:
             self.engine.backend.wait_event(self.stream, self.engine.backend.record_event(reader))
         self._foreign_streams = []

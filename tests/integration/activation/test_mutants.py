@@ -340,7 +340,11 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the random state is not restored",
-        (Edit(f"{TORCH}.selective:ReplayMode.__torch_dispatch__", "entry.random_state.restore()", "pass"),),
+        (
+            Edit(
+                f"{TORCH}.selective:ReplayMode.__torch_dispatch__", "entry.random_state.restore(run.displaced)", "pass"
+            ),
+        ),
         "dropout",
         r"differs by",
     ),

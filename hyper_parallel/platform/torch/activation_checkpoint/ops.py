@@ -25,6 +25,8 @@ _SILENT_VIEWS = frozenset(
     {torch.ops.aten._unsafe_view.default}
 )  # share their input's storage; their schema does not say so
 
+_TAGGED = frozenset({"aten", "prim", "prims", "c10d", "_c10d_functional", "c10d_functional"})  # random ops carry a tag
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpFacts:
@@ -35,6 +37,7 @@ class OpFacts:
     is_ignored: bool = False  # asks about a tensor, makes nothing
     replay_reason: str | None = None
     is_random: bool = False
+    may_draw: bool = False  # random, or written outside torch: nobody says what such an op draws
     writes: tuple[int | str, ...] = ()  # the arguments it changes, by position or keyword
     writes_anything: bool = False  # its schema does not say which
     may_be_weight_cast: bool = False  # see is_weight_cast
@@ -48,12 +51,15 @@ def facts_of(op: Any) -> OpFacts:  # op: torch._ops.OpOverload | torch._ops.High
     """The facts of an op."""
     facts = KNOWN.get(id(op))
     if facts is None:
-        facts = KNOWN[id(op)] = dataclasses.replace(_examined(op), op=op, run=compat.bare_op(op))
+        facts = _examined(op)
+        may_draw = facts.is_random or (not facts.is_ignored and getattr(op, "namespace", None) not in _TAGGED)
+        facts = KNOWN[id(op)] = dataclasses.replace(facts, op=op, run=compat.bare_op(op), may_draw=may_draw)
     return facts
 
 
 def _examined(op: Any) -> OpFacts:
-    if op in SAC_IGNORED_OPS or getattr(op, "namespace", None) == "profiler":
+    # prim: questions (device, layout) that C++ asks where an error would end the process
+    if op in SAC_IGNORED_OPS or getattr(op, "namespace", None) in ("profiler", "prim"):
         return OpFacts(is_ignored=True)
     schema = getattr(op, "_schema", None)
     is_random = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
@@ -76,8 +82,12 @@ def _examined(op: Any) -> OpFacts:
 
 
 def is_weight_cast(args: Any) -> bool:
-    """Whether a parameter is cast. Autocast caches such casts, so a replay may run one that forward did not, or skip it."""
-    return isinstance(args[0], torch.nn.Parameter)
+    """Whether a parameter is cast, or another leaf that wants a gradient.
+
+    Autocast caches such casts, so a replay may run one that forward did not, or skip it.
+    """
+    source = args[0]
+    return isinstance(source, torch.nn.Parameter) or (source.requires_grad and source.is_leaf)
 
 
 def _is_factory(op: Any, schema: Any) -> bool:  # torch._ops.OpOverload, torch.FunctionSchema

@@ -6,31 +6,53 @@ from typing import Any
 
 import torch
 
-__all__ = ["RandomState"]
+__all__ = ["RandomState", "set_state"]
+
+_CPU = torch.device("cpu")
 
 
 class RandomState:
-    """The state of the generator that an op draws from."""
+    """The states of the generators that an op may draw from."""
 
-    __slots__ = ("_device", "_state")
+    __slots__ = ("_states",)
 
-    def __init__(self, device: torch.device, state: Any) -> None:
-        self._device = device
-        self._state = state  # a byte tensor on CPU, whatever the device module gives elsewhere
+    def __init__(self, states: dict[torch.device, Any]) -> None:
+        self._states = states  # a byte tensor on CPU, whatever the device module gives elsewhere
 
     @classmethod
-    def now(cls, args: Any) -> RandomState:
-        """The state of the device on which an op with these arguments draws."""
-        device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), torch.device("cpu"))
-        with torch._C._DisableTorchDispatch():
-            if device.type == "cpu":
-                return cls(device, torch.get_rng_state())
-            return cls(device, torch.get_device_module(device).get_rng_state(device))
+    def now(cls, args: Any, kwargs: dict[str, Any], *, is_opaque: bool) -> RandomState:
+        """The state of the device on which an op with these arguments draws; an opaque one may draw on the host as well."""
+        device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), None)
+        if device is None:  # a factory is told by keyword
+            device = _indexed(torch.device(kwargs.get("device") or _CPU))
+        devices = {device, _CPU} if is_opaque else {device}
+        return cls({found: _state_of(found) for found in devices if found.type != "meta"})
 
-    def restore(self) -> None:
-        """Put the generator back to it."""
-        with torch._C._DisableTorchDispatch():
-            if self._device.type == "cpu":
-                torch.set_rng_state(self._state)
-            else:
-                torch.get_device_module(self._device).set_rng_state(self._state, self._device)
+    def restore(self, displaced: dict[torch.device, Any]) -> None:
+        """Put the generators back to it; what they were at goes to ``displaced``, once for each device."""
+        for device, state in self._states.items():
+            if device not in displaced:
+                displaced[device] = _state_of(device)
+            set_state(device, state)
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """One generator has one name: ``cuda`` is the current device, by its number."""
+    index: int | None = device.index
+    if device.type in ("cpu", "meta") or index is not None:
+        return device
+    return torch.device(device.type, torch.get_device_module(device).current_device())
+
+
+def _state_of(device: torch.device) -> Any:
+    with torch._C._DisableTorchDispatch():
+        return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+
+
+def set_state(device: torch.device, state: Any) -> None:
+    """Put the generator of a device to ``state``."""
+    with torch._C._DisableTorchDispatch():
+        if device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(device).set_rng_state(state, device)

@@ -17,6 +17,7 @@ Rules
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -41,7 +42,7 @@ from hyper_parallel.platform.torch import compat
 from hyper_parallel.platform.torch.activation_checkpoint.graph import current_task, next_sequence
 from hyper_parallel.platform.torch.activation_checkpoint.ops import KNOWN, OpFacts, facts_of, is_weight_cast
 from hyper_parallel.platform.torch.activation_checkpoint.packed import Handle, Kept
-from hyper_parallel.platform.torch.activation_checkpoint.random_state import RandomState
+from hyper_parallel.platform.torch.activation_checkpoint.random_state import RandomState, set_state
 from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import Packer
 from hyper_parallel.platform.torch.activation_checkpoint.storages import alias, unseen
 
@@ -50,7 +51,7 @@ __all__ = ["ForwardMode", "Region", "ReplayMode", "create_selective_checkpoint_c
 _RECOMPUTES = frozenset({CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE})
 _CONTEXT = PolicyContext()
 
-Inputs = list[tuple[torch.Size, torch.dtype]]
+Inputs = list[tuple[torch.Size | None, torch.dtype]]
 
 
 class Replayed:
@@ -162,17 +163,17 @@ class ForwardMode(_RegionMode):
         if facts.replay_reason is not None:
             if (facts.writes or facts.writes_anything) and not self._region.allows_mutation:
                 self._protect_written(facts, args, kwargs)
-            entries.append(self._replayed_entry(facts, args) if facts.is_random else _REPLAYED)
+            entries.append(self._replayed_entry(facts, args, kwargs) if facts.may_draw else _REPLAYED)
             return facts.run(*args, **kwargs)
         policy = self._ask(op, args, kwargs)
         if policy in _RECOMPUTES:
-            entries.append(self._replayed_entry(facts, args) if facts.is_random else _REPLAYED)
+            entries.append(self._replayed_entry(facts, args, kwargs) if facts.may_draw else _REPLAYED)
             output = facts.run(*args, **kwargs)
-            self._recomputed_bytes += output.nbytes if output.__class__ is torch.Tensor else _bytes_of(output)
+            self._recomputed_bytes += _bytes_of(output)
             return output
         entries.append(_REPLAYED)  # what an exception inside the op leaves behind
         output = facts.run(*args, **kwargs)
-        self._has_skipped_random |= facts.is_random
+        self._has_skipped_random |= facts.may_draw
         entries[-1] = self._file(op, policy, output, args)
         return output
 
@@ -185,10 +186,10 @@ class ForwardMode(_RegionMode):
         answer = self._region.policy(_CONTEXT, op, *args, **kwargs)
         return checked_answer(answer, op, where=self._region.where)
 
-    def _replayed_entry(self, facts: OpFacts, args: Any) -> Replayed:
+    def _replayed_entry(self, facts: OpFacts, args: Any, kwargs: dict[str, Any]) -> Replayed:
         """Rule 2: only once the replay would be out of step is a state worth keeping."""
         if self._has_skipped_random:
-            return Replayed(RandomState.now(args))
+            return Replayed(RandomState.now(args, kwargs, is_opaque=not facts.is_random))
         return _REPLAYED
 
     def _file(self, op: Any, policy: CheckpointPolicy, output: Any, args: Any) -> Filed:
@@ -209,7 +210,7 @@ class ForwardMode(_RegionMode):
         return filed
 
     def _pack_saved(self, op: Any, tensor: torch.Tensor) -> Kept:
-        self._saved_bytes += tensor.nbytes
+        self._saved_bytes += _bytes_of(tensor)
         return self._keep(tensor)
 
     def _keep(self, tensor: torch.Tensor) -> Kept:
@@ -255,7 +256,7 @@ class ForwardMode(_RegionMode):
                 kwargs.get(at) if isinstance(at, str) else (args[at] if at < len(args) else None) for at in facts.writes
             ]
         for tensor in _tensors_in(written):
-            if type(tensor) is not torch.Tensor:
+            if not _has_storage(tensor):
                 continue
             for filed in filed_by_storage.pop(tensor.untyped_storage()._cdata, ()):
                 self._protect(filed)
@@ -265,6 +266,24 @@ class ForwardMode(_RegionMode):
         filed.output = _map_packed(filed.output, _settled)
 
 
+class _Run:
+    """One replay: how far it is, and what it took."""
+
+    __slots__ = ("counts", "displaced", "used")
+
+    def __init__(self) -> None:
+        self.counts: dict[int, int] = {}
+        self.used: list[Handle] = []
+        self.displaced: dict[torch.device, Any] = {}  # the random states that rule 2 overwrote
+
+
+class _ThisThread(threading.local):
+    """The replays of one region that this thread is in: two backwards of one graph may run at once."""
+
+    def __init__(self) -> None:
+        self.runs: list[_Run] = []
+
+
 class ReplayMode(_RegionMode):
     """Runs what was not filed, hands out what was."""
 
@@ -272,12 +291,10 @@ class ReplayMode(_RegionMode):
         super().__init__()
         self._region = region
         self._entries = region.entries
-        self._counts: dict[int, int] = {}
-        self._used: list[Handle] = []
+        self._here = _ThisThread()
 
     def __enter__(self) -> ReplayMode:
-        self._counts = {}
-        self._used = []
+        self._here.runs.append(_Run())
         task = current_task()
         if task is not None:
             SwapManager().expect(task, self._region.engines)
@@ -286,10 +303,13 @@ class ReplayMode(_RegionMode):
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
+        run = self._here.runs.pop()
         # The replayed graph holds what it still needs; our own reference would keep all of it to the region's end.
-        for handle in self._used:
+        for handle in run.used:
             handle.record.engine.let_go(handle.record)
-        self._used = []
+        # Torch puts back what it knows of: nothing without preserve_rng_state, and only the devices of the inputs with it.
+        for device, state in run.displaced.items():
+            set_state(device, state)
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replay one op."""
@@ -298,8 +318,9 @@ class ReplayMode(_RegionMode):
             kwargs = {}
         if facts.is_ignored or (facts.may_be_weight_cast and is_weight_cast(args)):
             return facts.run(*args, **kwargs)
-        at = self._counts.get(id(op), 0)
-        self._counts[id(op)] = at + 1
+        run = self._here.runs[-1]
+        at = run.counts.get(id(op), 0)
+        run.counts[id(op)] = at + 1
         entries = self._entries.get(id(op), ())
         if at >= len(entries):
             raise ReplayMismatchError(
@@ -312,7 +333,7 @@ class ReplayMode(_RegionMode):
             return facts.run(*args, **kwargs)
         if isinstance(entry, Replayed):
             assert entry.random_state is not None, "an entry of its own has a state"
-            entry.random_state.restore()
+            entry.random_state.restore(run.displaced)
             return facts.run(*args, **kwargs)
         inputs = _inputs_of(args)
         if inputs != entry.inputs:
@@ -325,15 +346,16 @@ class ReplayMode(_RegionMode):
 
     def _hand_out(self, packed: Kept | Handle) -> torch.Tensor:
         if isinstance(packed, Kept):
-            return packed.tensor if self._region.allows_mutation else packed.unpack()
-        self._used.append(packed)
+            # An alias: autograd makes what is handed out a result of the replayed graph, which would then live with the entry.
+            return alias(packed.tensor if self._region.allows_mutation else packed.unpack())
+        self._here.runs[-1].used.append(packed)
         return packed.unpack_value(checks_version=not self._region.allows_mutation)
 
     def _hand_out_copy(self, packed: Kept | Handle) -> torch.Tensor:
         """The replay changes this value as forward did; the filed bytes must stay for the next replay."""
         value = packed.tensor if isinstance(packed, Kept) else packed.unpack_value(checks_version=False)
         if isinstance(packed, Handle):
-            self._used.append(packed)
+            self._here.runs[-1].used.append(packed)
         with unseen():
             return value.clone()
 
@@ -361,7 +383,8 @@ def _bytes_of(output: Any) -> int:
 
 def _inputs_of(args: Any) -> Inputs:
     """What a replayed op must be given again for a filed output to fit."""
-    return [(tensor.shape, tensor.dtype) for tensor in _tensors_in(args)]
+    # A nested tensor's ragged size is a new symbol in every call.
+    return [(None if tensor.is_nested else tensor.shape, tensor.dtype) for tensor in _tensors_in(args)]
 
 
 def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
@@ -393,7 +416,11 @@ def _map_packed(packed: Any, fn: Callable[[Kept | Handle], Any]) -> Any:
 def _storage_key(packed: Kept | Handle) -> int | None:
     if isinstance(packed, Handle):
         return packed.record.storage_key
-    return packed.tensor.untyped_storage()._cdata if type(packed.tensor) is torch.Tensor else None
+    return packed.tensor.untyped_storage()._cdata if _has_storage(packed.tensor) else None
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided
 
 
 def create_selective_checkpoint_contexts(

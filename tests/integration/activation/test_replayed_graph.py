@@ -1,0 +1,37 @@
+"""What a replay made goes with its backward, also where the graph stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import hyper_parallel as hp
+from hyper_parallel import CheckpointPolicy
+from hyper_parallel.platform.torch.activation_checkpoint.graph import is_in_backward
+from hyper_parallel.testing import simulated_accelerator
+
+from .helpers import collector_off, storage_ref
+from .scenario import batch
+
+
+@pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_SWAP], ids=["saved", "swapped"])
+def test_a_kept_value_does_not_hold_the_graph_of_the_replay(policy: CheckpointPolicy) -> None:
+    made: list[Any] = []
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        middle = x.sin().exp()
+        if is_in_backward():
+            made.append(storage_ref(middle))
+        return middle.tanh().cos()
+
+    def keep_tanh(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return policy if "tanh" in str(op) else CheckpointPolicy.MUST_RECOMPUTE
+
+    with collector_off(), simulated_accelerator():
+        out = hp.checkpoint(region, batch(), policy_fn=keep_tanh)
+        for _ in range(2):
+            out.sum().backward(retain_graph=True)
+        assert len(made) == 2
+        assert all(reference.expired() for reference in made)
