@@ -8,7 +8,8 @@ Rules
 -----
 1. Views, in-place ops, factories and ``c10d`` collectives are replayed whatever the policy says (``ops``).
 2. A random op that the replay skips leaves the random stream behind; every later random op that *is* replayed gets the
-   state it had in forward.
+   state it had in forward, and the stream is put back when the replay ends. An op that is not torch's own may draw
+   without saying so, and counts as random.
 3. An in-place op that changes a filed output is seen by the forward mode before it runs. A swapped one is ordered after
    its copy out, a saved one is copied first; the replay then hands out a copy, because it will apply the same change again.
 4. A change that happens outside the region shows in the version counter, and raises.
