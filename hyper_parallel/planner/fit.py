@@ -154,6 +154,7 @@ class _Fit:
         self.room = room()
         self.world: World = self.room.world() or _Alone()
         self.history: list[Mapping[str, Any]] = []
+        self.misses = 0
 
     def run(self) -> Any:
         """Profile once, then plan and measure until they agree."""
@@ -202,10 +203,14 @@ class _Fit:
             corrections = self._learn(plan, measured, profile)
         if best is None:
             peaks = ", ".join(str(attempt["measured_peak"]) for attempt in self.history)
-            raise BudgetTooSmallError(
-                f"fit_memory: {show_bytes(self.budget)} was not kept in {len(self.history)} attempts; measured were {peaks}. "
-                "Raise the budget, or shorten the sequence."
+            least = min(attempt["measured_peak_bytes"] for attempt in self.history)
+            error = BudgetTooSmallError(
+                f"fit_memory: {show_bytes(self.budget)} was not kept in {len(self.history)} attempts; measured were {peaks}, "
+                f"at least {show_bytes(least - self.budget)} too many. Raise the budget, allow more attempts, or shorten the "
+                "sequence."
             )
+            error.smallest_peak_bytes = least
+            raise error
         return best
 
     # ------------------------------------------------------------------ all ranks
@@ -271,9 +276,16 @@ class _Fit:
     def _learn(self, plan: Plan, measured: Any, profile: Profile) -> Corrections:
         return plan.corrections.after(
             plan,
-            measured_peak_bytes=measured.peak_bytes,
+            measured_peak_bytes=measured.peak_bytes + self._margin(measured.peak_bytes - self.budget),
             measured_step_seconds=measured.step_seconds if _has_real_time(profile) else None,
         )
+
+    def _margin(self, over_bytes: int) -> int:
+        """Asked for just what was missing, the search may find it in its model alone, and miss again: then more is asked for."""
+        if over_bytes <= 0:
+            return 0
+        self.misses += 1
+        return 0 if self.misses == 1 else max(over_bytes, self.budget // 1000) << (self.misses - 2)
 
     def _note(self, plan: Plan, measured: Any) -> None:
         self.history.append(

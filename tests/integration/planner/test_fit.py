@@ -10,7 +10,7 @@ from torch import nn
 
 import hyper_parallel as hp
 from hyper_parallel.errors import BudgetTooSmallError, PlanError
-from hyper_parallel.planner.fit import worst_of
+from hyper_parallel.planner.fit import _Fit, worst_of
 from hyper_parallel.testing import simulated_accelerator
 
 from .models import FAMILIES, assert_same, gradients, transformer, tree_of
@@ -87,6 +87,27 @@ def test_a_plan_that_misses_is_made_again() -> None:
     assert applied.measured.peak_bytes <= budget
     assert applied.measured.peak_bytes == pytest.approx(applied.plan.predicted_peak_bytes, rel=0.03)
     assert held.numel() == 60_000
+
+
+def test_a_miss_that_repeats_is_answered_with_more_than_what_was_missing() -> None:
+    model, step = transformer()
+    fit = _Fit(model, step, 1_000_000, None, None, 0.03, 5, 1)
+    assert [fit._margin(over) for over in (764, -5, 764, 764, 5000)] == [0, 0, 1000, 2000, 20_000]
+
+
+def test_a_budget_that_one_attempt_does_not_keep_says_by_how_much() -> None:
+    """Bytes that come after the profile; one attempt is too few to learn of them."""
+    model, step = transformer()
+    fixed = 2 * sum(p.nbytes for p in model.parameters())
+    budget = fixed + int(0.75 * (plain_peak(model, step) - fixed))
+    with simulated_accelerator():
+        profile = hp.profile_memory(model, step, steps=1)
+        held = torch.zeros(60_000, dtype=torch.uint8) + 1  # counted by the device from here on
+        with pytest.raises(BudgetTooSmallError, match=r"not kept in 1 attempts; .* at least .* too many") as caught:
+            hp.fit_memory(model, step, budget, steps=1, attempts=1, profile=profile)
+    assert held.numel() == 60_000
+    assert caught.value.smallest_peak_bytes is not None
+    assert caught.value.smallest_peak_bytes > budget
 
 
 def test_a_budget_below_everything_names_the_smallest_peak() -> None:
