@@ -39,3 +39,22 @@ def test_a_dropout_whose_input_comes_by_keyword(policy: Any, is_nested: bool) ->
     torch.manual_seed(5)
     _dropped(**keywords).sum().backward()
     assert torch.equal(got, x.grad)
+
+
+def _save_dropout(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if "native_dropout" in str(op) else CheckpointPolicy.MUST_RECOMPUTE
+
+
+def test_a_factory_that_draws_on_the_device_after_a_kept_dropout() -> None:
+    """The replay skips the dropout's draw: what the factory draws next on the same device must be put in step."""
+
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        dropped = torch.native_dropout(x, 0.5, True)[0]
+        return (dropped * torch.rand(dropped.shape, device=dropped.device)).sin()
+
+    x = torch.ones(4096, device="cuda", requires_grad=True)
+    torch.manual_seed(5)
+    (wanted,) = torch.autograd.grad(noisy(x).sum(), x)
+    torch.manual_seed(5)
+    (got,) = torch.autograd.grad(hp.checkpoint(noisy, x, policy_fn=_save_dropout).sum(), x)
+    assert torch.equal(got, wanted)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import hyper_parallel as hp
 from hyper_parallel.errors import CaptureError
 
 from .parts import SWAPPING, assert_same, assert_swapped, batch, gradients, loss_of, stack
@@ -25,6 +26,7 @@ pytestmark = [
 each_swapping = pytest.mark.parametrize("wrap", SWAPPING.values(), ids=SWAPPING)
 
 LAG_CYCLES = 2_000_000
+VALUES = 2**20  # of a tensor that is large enough to be reused at once
 
 
 def _plain() -> dict[str, torch.Tensor]:
@@ -165,3 +167,81 @@ def test_a_captured_graph_without_a_region_of_ours_still_works() -> None:
         graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(captured, wanted)
+
+
+class _Scaled(torch.autograd.Function):
+    """``x * scale``; its backward is slow, or fills the memory that is free with NaN, before it reads what it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor, afterwards: str) -> torch.Tensor:
+        ctx.save_for_backward(scale)
+        ctx.afterwards = afterwards
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (scale,) = ctx.saved_tensors
+        if ctx.afterwards == "slow":
+            torch.cuda._sleep(20 * LAG_CYCLES)
+        elif ctx.afterwards == "fill":
+            _fill_free_memory()
+        return grad * scale, None, None
+
+
+def _fill_free_memory() -> None:
+    junk = [torch.full((VALUES,), float("nan"), device="cuda") for _ in range(6)]
+    del junk
+
+
+@pytest.mark.parametrize("window_bytes", [0, 8 * VALUES])
+def test_a_buffer_that_one_stream_loads_and_another_reads_first(window_bytes: int) -> None:
+    main, one, two = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        one.wait_stream(main)
+        two.wait_stream(main)
+        with torch.cuda.stream(two):
+            right = _Scaled.apply(x, x.detach() * 2, "fill")
+        with torch.cuda.stream(one):
+            left = _Scaled.apply(x, x.detach() * 3, "slow")
+        with torch.cuda.stream(two):
+            right = _Scaled.apply(right, right.detach() * 5, "")
+        main.wait_stream(one)
+        main.wait_stream(two)
+        for made in (left, right):
+            made.record_stream(main)
+        return left + right
+
+    _compare_swapped(step, window_bytes)
+
+
+@pytest.mark.parametrize("window_bytes", [0, 8 * VALUES])
+def test_a_source_that_one_stream_allocates_and_another_saves(window_bytes: int) -> None:
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        scale = x.detach() * 3
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            made = _Scaled.apply(x, scale, "")
+        main.wait_stream(side)
+        del scale
+        made.record_stream(main)
+        out = _Scaled.apply(made, made.detach() * 5, "")
+        _fill_free_memory()
+        return out
+
+    _compare_swapped(step, window_bytes)
+
+
+def _compare_swapped(step: Callable[[torch.Tensor], torch.Tensor], window_bytes: int) -> None:
+    x = torch.ones(VALUES, device="cuda", requires_grad=True)
+    (wanted,) = torch.autograd.grad(step(x).sum(), x)
+    torch.cuda.synchronize()
+    config = hp.SwapConfig(min_bytes=0, tail_bytes=0, window_bytes=window_bytes, prefetch_bytes=2**30)
+    out = hp.swap(step, x, swap_config=config)
+    torch.cuda.synchronize()
+    (got,) = torch.autograd.grad(out.sum(), x)
+    torch.cuda.synchronize()
+    assert_swapped()
+    assert torch.equal(got, wanted)
