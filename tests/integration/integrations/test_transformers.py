@@ -183,7 +183,9 @@ def test_a_budget_is_fitted_on_a_training_batch_also_after_an_evaluation(tmp_pat
     assert shapes == [(tiny.BATCH, tiny.LENGTH)]
 
 
-@pytest.mark.parametrize("what", ["boundary", "auto", "swap", "recompute", policy], ids=str)
+@pytest.mark.parametrize(
+    "what", ["boundary", "auto", "swap", "recompute", policy], ids=["boundary", "auto", "swap", "recompute", "policy"]
+)
 def test_a_treated_model_generates_what_the_plain_one_does(what: Any) -> None:
     """Generation reads the key-value cache that the blocks fill; a copy of it would be thrown away."""
     model = tiny.model().eval()
