@@ -2,7 +2,8 @@
 
 Verdicts
 --------
-``equal``      every output, gradient and error kind is the same, bitwise.
+``equal``      every output, gradient and error kind is the same, bitwise. Where an error is planned inside a recompute: the
+               same as under hooks that keep every value, because any hooks move when and how often torch recomputes.
 ``guarded``    we raise InPlaceChangeError where torch's own check raises for the bare program, and its checkpoint hides it.
 ``refused``    we raise InPlaceChangeError where the run without us is right. Promised only as the lesser evil, and good only
                where the program changes something in place.
@@ -91,8 +92,11 @@ def _compare(program: Program, names: dict[str, Any], reference: Any, ours: Any,
     if exact.entries == ours.entries and (is_checkpointed or expected[1] != "in-place"):
         return Verdict(kind="exact", detail=detail)
     plans_an_error = any(action.kind == "fail_backward" for thread in program.threads for action in thread)
-    if is_checkpointed and is_hidden and plans_an_error:
-        return Verdict(kind="unjudged", detail=detail)
+    if is_checkpointed and plans_an_error:
+        if harness.run_once(names, doors.Plain("hooked"), device).entries == ours.entries:
+            return Verdict(kind="equal")
+        if is_hidden:
+            return Verdict(kind="unjudged", detail=detail)
     return Verdict(kind="mismatch", detail=detail)
 
 

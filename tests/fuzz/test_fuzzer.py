@@ -127,6 +127,11 @@ def test_a_script_runs_alone(tmp_path: pathlib.Path) -> None:
     assert "results, all equal" in done.stdout
 
 
+def test_an_error_that_hooks_move_is_judged_by_a_run_under_hooks() -> None:
+    """Under anybody's saved-tensor hooks torch replays a nested checkpoint less often; the planned error is never reached."""
+    assert judge(program_number(0, 16839)).kind == "equal"
+
+
 def test_every_script_defines_what_it_needs() -> None:
     for number in range(25):
         program = program_number(6, number)
