@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Final
 
-__all__ = ["SwapConfig", "configure", "current_config", "parse_bytes"]
+__all__ = ["SwapConfig", "configure", "current_config", "parse_bytes", "show_bytes"]
 
 KNOWN_TIERS: Final = ("pinned", "pageable", "disk")
 
@@ -50,6 +50,16 @@ def parse_bytes(value: int | str, *, name: str) -> int:
     if number < 0:
         raise ValueError(f"{name}: {value!r} is negative; bytes cannot be")
     return number
+
+
+def show_bytes(nbytes: float) -> str:
+    """Bytes for a person: ``20.0 GiB``."""
+    size, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{nbytes:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

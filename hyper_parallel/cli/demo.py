@@ -29,7 +29,8 @@ from hyper_parallel.cli.console import Console
 from hyper_parallel.cli.factory import positive
 from hyper_parallel.cli.failures import CommandError, UsageError
 from hyper_parallel.cli.report import show_run
-from hyper_parallel.planner.budget import parse_budget, show_bytes
+from hyper_parallel.config import show_bytes
+from hyper_parallel.planner.budget import parse_budget
 from hyper_parallel.planner.plan import Plan
 from hyper_parallel.planner.profile import Profile, Versions
 from hyper_parallel.planner.records import as_json

@@ -19,13 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from hyper_parallel._version import __version__
 from hyper_parallel.cli.console import Console
-from hyper_parallel.config import SwapConfig
+from hyper_parallel.config import SwapConfig, show_bytes
 from hyper_parallel.core.activation_checkpoint.far.process_memory import (
     available_memory_bytes,
     default_host_limit_bytes,
 )
 from hyper_parallel.errors import HyperParallelError
-from hyper_parallel.planner.budget import show_bytes
 
 if TYPE_CHECKING:
     from hyper_parallel.platform.torch.machine import Accelerator, DiskSpeed

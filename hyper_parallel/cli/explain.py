@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 
 from hyper_parallel.cli.console import Console
-from hyper_parallel.planner.budget import show_bytes
+from hyper_parallel.config import show_bytes
 from hyper_parallel.planner.plan import Plan, Prediction
 from hyper_parallel.planner.profile import Profile
 from hyper_parallel.planner.records import as_json

@@ -13,7 +13,7 @@ import argparse
 
 from hyper_parallel.cli.console import Console
 from hyper_parallel.cli.factory import add_model_arguments, built_model, require_writable, simulated_where_asked
-from hyper_parallel.planner.budget import show_bytes
+from hyper_parallel.config import show_bytes
 from hyper_parallel.planner.fit import profile_memory
 from hyper_parallel.planner.profile import Profile
 from hyper_parallel.planner.records import as_json

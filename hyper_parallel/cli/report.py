@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 
 from hyper_parallel.cli.console import Console
-from hyper_parallel.planner.budget import show_bytes
+from hyper_parallel.config import show_bytes
 from hyper_parallel.planner.run import RecordedFate, RunRecord
 from hyper_parallel.report.bitmap import write_bitmap
 from hyper_parallel.report.figure import write_figure

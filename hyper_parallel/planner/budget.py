@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hyper_parallel.config import parse_bytes
+from hyper_parallel.config import parse_bytes, show_bytes
 
-__all__ = ["parse_budget", "show_bytes", "show_setting"]
+__all__ = ["parse_budget", "show_setting"]
 
 
 def parse_budget(budget: int | str, *, name: str = "budget") -> int:
@@ -31,13 +31,3 @@ def show_setting(name: str, value: object) -> str:
     if isinstance(value, int) and name.endswith(("_bytes", "_limit")):
         return show_bytes(value)
     return str(value)
-
-
-def show_bytes(nbytes: int) -> str:
-    """Bytes for a person: ``20.0 GiB``."""
-    size, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if abs(size) < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{nbytes} B" if unit == "B" else f"{size:.2f} {unit}"

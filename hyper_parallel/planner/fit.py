@@ -11,9 +11,10 @@ import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
+from hyper_parallel.config import show_bytes
 from hyper_parallel.errors import BudgetTooSmallError, PlanError
 from hyper_parallel.planner.border import Model, Step, room
-from hyper_parallel.planner.budget import parse_budget, show_bytes
+from hyper_parallel.planner.budget import parse_budget
 from hyper_parallel.planner.plan import Corrections, Plan
 from hyper_parallel.planner.planning import plan_memory
 from hyper_parallel.planner.profile import Profile

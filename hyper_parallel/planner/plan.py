@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
+from hyper_parallel.config import show_bytes
 from hyper_parallel.errors import PlanError
-from hyper_parallel.planner.budget import show_bytes
 from hyper_parallel.planner.profile import EngineSettings
 from hyper_parallel.planner.records import load_record, require, save_record
 

@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
+from hyper_parallel.config import show_bytes
 from hyper_parallel.errors import BudgetTooSmallError
-from hyper_parallel.planner.budget import parse_budget, show_bytes
+from hyper_parallel.planner.budget import parse_budget
 from hyper_parallel.planner.plan import (
     BlockPlan,
     Corrections,

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Final
 from xml.sax.saxutils import escape, quoteattr
 
-from hyper_parallel.report.records import Run, Span, Step, budget_line, show_bytes
+from hyper_parallel.config import show_bytes
+from hyper_parallel.report.records import Run, Span, Step, budget_line
 
 __all__ = ["FONTS", "render_figure", "write_figure"]
 

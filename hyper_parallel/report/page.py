@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hyper_parallel.report.records import Op, Run, Step, are_gradients_equal, budget_line, show_bytes
+from hyper_parallel.config import show_bytes
+from hyper_parallel.report.records import Op, Run, Step, are_gradients_equal, budget_line
 
 __all__ = ["render_page", "write_page"]
 

@@ -19,7 +19,6 @@ __all__ = [
     "Versions",
     "are_gradients_equal",
     "budget_line",
-    "show_bytes",
 ]
 
 
@@ -186,13 +185,3 @@ def are_gradients_equal(run: Run, step: Step) -> bool | None:
     """Whether a way of running gave the first one's gradients, bit for bit; None: nobody looked."""
     first = run.steps[0]
     return step.gradients == first.gradients if step.gradients and first.gradients else None
-
-
-def show_bytes(nbytes: float) -> str:
-    """Bytes for a person: ``20.0 GiB``."""
-    size, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if abs(size) < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{nbytes:.0f} B" if unit == "B" else f"{size:.2f} {unit}"

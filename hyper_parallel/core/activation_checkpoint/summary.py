@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping
 from typing import Final
 
+from hyper_parallel.config import show_bytes
 from hyper_parallel.core.activation_checkpoint.statistics import SwapStats
 
 __all__ = ["LOGGER", "FirstStep", "is_wanted"]
@@ -72,24 +73,19 @@ def _since(before: SwapStats, stats: SwapStats) -> SwapStats:
 
 
 def _line(stats: SwapStats, first_step: FirstStep) -> str:
-    done = [f"swapped {_size(stats.swapped_out_bytes)}" if stats.swapped_out_bytes else "nothing was swapped"]
+    done = [f"swapped {show_bytes(stats.swapped_out_bytes)}" if stats.swapped_out_bytes else "nothing was swapped"]
     regions = first_step.recomputed_regions
     if regions:
         what = "1 region" if regions == 1 else f"{regions} regions"
-        done.append(f"recomputed {what}" + (f" ({_size(stats.recomputed_bytes)})" if stats.recomputed_bytes else ""))
+        done.append(
+            f"recomputed {what}" + (f" ({show_bytes(stats.recomputed_bytes)})" if stats.recomputed_bytes else "")
+        )
     if stats.saved_bytes:
-        done.append(f"saved {_size(stats.saved_bytes)}")
-    kept = ", ".join(f"{reason} {_size(stats.kept_bytes[reason])}" for reason in sorted(stats.kept_bytes))
+        done.append(f"saved {show_bytes(stats.saved_bytes)}")
+    kept = ", ".join(f"{reason} {show_bytes(stats.kept_bytes[reason])}" for reason in sorted(stats.kept_bytes))
     words = f"hyper_parallel: first step: {', '.join(done)}"
     if kept:
         words += f"; stayed where it was: {kept}"
     if first_step.predicted_peak_bytes is not None:
-        words += f"; predicted peak {_size(first_step.predicted_peak_bytes)}"
+        words += f"; predicted peak {show_bytes(first_step.predicted_peak_bytes)}"
     return words
-
-
-def _size(nbytes: int) -> str:
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.2f} {name}"
-    return f"{nbytes} bytes"

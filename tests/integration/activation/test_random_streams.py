@@ -62,11 +62,23 @@ def test_b47_an_op_that_draws_without_saying_so(
     assert torch.equal(got, wanted)
 
 
-def test_a_factory_draws_on_the_device_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("device", "is_opaque", "expected"),
+    [
+        ("cuda:1", False, ["cuda:1"]),
+        ("cuda", False, ["cuda:3"]),  # one generator has one name, or the state put back last would be the wrong one
+        ("cuda:1", True, ["cpu", "cuda:1"]),  # nobody says what a foreign op draws, or where
+        ("meta", True, ["cpu"]),
+    ],
+)
+def test_whose_state_is_kept(
+    device: str, is_opaque: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[torch.device] = []
     monkeypatch.setattr(random_state, "_state_of", asked.append)
-    random_state.RandomState.now(([4, 4],), {"device": torch.device("cuda", 1)}, is_opaque=False)
-    assert asked == [torch.device("cuda", 1)]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    random_state.RandomState.now(([4, 4],), {"device": torch.device(device)}, is_opaque=is_opaque)
+    assert sorted(map(str, asked)) == expected
 
 
 @pytest.mark.parametrize("preserves", [True, False])

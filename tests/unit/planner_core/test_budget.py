@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from hyper_parallel.planner.budget import parse_budget, show_bytes, show_setting
+from hyper_parallel.config import show_bytes
+from hyper_parallel.planner.budget import parse_budget, show_setting
 
 from .small import small_profile
 
