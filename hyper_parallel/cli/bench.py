@@ -1,4 +1,4 @@
-"""Compare ways of running your own model's step: peak, time, bytes moved.
+"""Compare ways of running your own model's step: peak, time, bytes moved, and the gradients, bit for bit.
 
 Ways: none, recompute, inputs, swap, boundary, attention, elementwise, rules, and auto for a --budget. Writes a run record
 that `report` draws. The model is as it was afterwards.
@@ -24,16 +24,20 @@ from hyper_parallel.cli.report import show_run
 from hyper_parallel.config import current_config
 from hyper_parallel.planner.border import room
 from hyper_parallel.planner.budget import parse_budget, show_setting
-from hyper_parallel.planner.fit import profile_memory
-from hyper_parallel.planner.planning import plan_memory
+from hyper_parallel.planner.fit import fit_memory, profile_memory
 from hyper_parallel.planner.records import as_json
 from hyper_parallel.planner.run import RunRecord, StepRecord
 from hyper_parallel.planner.totals import forecast_of, op_totals
 from hyper_parallel.report.page import write_page
+from hyper_parallel.report.records import are_gradients_equal
 
 __all__ = ["add_arguments", "run"]
 
 _DEFAULT_WAYS: Final = "none,recompute,swap"
+_UNREPEATABLE: Final = (
+    "gradients were not compared: the first way does not repeat its own (another batch, or ops that add in any order); "
+    "have the step use one batch, and torch.use_deterministic_algorithms(True)"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +77,15 @@ def run(args: argparse.Namespace, console: Console) -> int:
         {"record": args.output, "ways": [{n: as_json(getattr(step, n)) for n in names} for step in record.steps]}
     )
     show_run(record, console)
+    for note in record.notes:
+        console.say(note)
     console.say(f"written to {args.output}; draw it with: hyper-parallel report {args.output} -o report.html")
+    wrong = [step.name for step in record.steps if are_gradients_equal(record, step) is False]
+    if wrong:
+        raise CommandError(
+            f"the first step's gradients of {', '.join(wrong)} differ from those of {ways[0]}, which repeats its own bit for "
+            f"bit; please report this with {args.output}"
+        )
     return 0
 
 
@@ -91,11 +103,10 @@ def _measured(args: argparse.Namespace, ways: list[str], console: Console) -> Ru
                     "the model is on the CPU, and one process cannot tell the memory of one way from that of the next; "
                     "move it to an accelerator, or count bytes with --simulate"
                 )
-            steps = []
-            with room().guarded(model, who="bench"):
-                for way in ways:
-                    advance(f"running {way}")
-                    steps.append(_one(args, way, model, step, blocks, recorder))
+            steps: list[StepRecord] = []
+            for way in ways:
+                advance(f"running {way}")
+                steps.append(_one(args, way, model, step, blocks, recorder, is_first=not steps))
             versions = recording.versions_of(model)
     return RunRecord(
         title=f"{args.factory}, {len(ways)} ways",
@@ -109,19 +120,34 @@ def _measured(args: argparse.Namespace, ways: list[str], console: Console) -> Ru
         },
         machine={"system": f"{platform.system()} {platform.machine()}", "cores": str(os.cpu_count())},
         steps=tuple(steps),
+        notes=() if steps[0].gradients else (_UNREPEATABLE,),
     )
 
 
-def _one(args: argparse.Namespace, way: str, model: Any, step: Any, blocks: Any, recorder: Any) -> StepRecord:
-    """One way; blocks and recorder are the framework's."""
+def _one(
+    args: argparse.Namespace, way: str, model: Any, step: Any, blocks: Any, recorder: Any, *, is_first: bool
+) -> StepRecord:
+    """One way, from the model as it was given; blocks and recorder are the framework's.
+
+    The first way runs its step once more. Where it does not give its own gradients again, comparing would say nothing.
+    """
     from hyper_parallel.platform.torch import recording
 
-    what = recording.WAYS[way].what
-    if way != "auto":
-        with recording.in_one_way(model, blocks, way):
-            return recorder.record(way, what=what, steps=args.steps)  # type: ignore[no-any-return]
-    profile = profile_memory(model, step, blocks=args.blocks, steps=args.steps)
-    plan = plan_memory(profile, args.budget)
+    profile = plan = None
+    if way == "auto":
+        profile = profile_memory(model, step, blocks=args.blocks, steps=args.steps)
+        fitted = fit_memory(model, step, args.budget, blocks=args.blocks, profile=profile, steps=args.steps)
+        plan = fitted.plan
+        fitted.remove()
+    seen, again = recording.FirstGradients(model), recording.FirstGradients(model)
     with recording.in_one_way(model, blocks, way, plan):
-        record: StepRecord = recorder.record(way, what=what, steps=args.steps)
+        with room().guarded(model, who="bench"):
+            record: StepRecord = recorder.record(way, what=recording.WAYS[way].what, steps=args.steps, after=seen)
+        if is_first:
+            with room().guarded(model, who="bench"):
+                again(step())
+    if not is_first or again.fingerprint == seen.fingerprint:
+        record = dataclasses.replace(record, gradients=seen.fingerprint)
+    if profile is None or plan is None:
+        return record
     return dataclasses.replace(record, ops=op_totals(profile, plan), forecast=forecast_of(plan))

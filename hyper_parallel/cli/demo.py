@@ -51,6 +51,7 @@ _SIZES: Final = ("host", "device", "tiny")
 _TIME_LIMIT_S: Final = 900
 # Large blocks return to the system when they are freed, so that the memory of the process is that of its tensors.
 _ALLOCATOR: Final[Mapping[str, str]] = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
+_SAME_SUMS: Final[Mapping[str, str]] = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # matrix products that can be repeated
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -116,8 +117,7 @@ def _trials() -> Any:  # the module hyper_parallel.platform.torch.demo
 
 
 def _size_of(args: argparse.Namespace, trials: Any) -> torch_demo.DemoSize:
-    name = args.size or ("device" if trials.has_accelerator() else "host")
-    return trials.SIZES[name]  # type: ignore[no-any-return]
+    return trials.SIZES[args.size or trials.fitting_size()]  # type: ignore[no-any-return]
 
 
 def _run_apart(stage: str, args: argparse.Namespace, folder: Path, disk: str) -> None:
@@ -136,7 +136,7 @@ def _run_apart(stage: str, args: argparse.Namespace, folder: Path, disk: str) ->
     command += ["--steps", str(args.steps)]
     for name, value in (("--budget", args.budget), ("--size", args.size)):
         command += [name, value] if value is not None else []
-    environment = {**_ALLOCATOR, **os.environ, "HYPER_PARALLEL_PLATFORM": "torch"}
+    environment = {**_ALLOCATOR, **_SAME_SUMS, **os.environ, "HYPER_PARALLEL_PLATFORM": "torch"}
     try:
         finished = subprocess.run(command, capture_output=True, text=True, timeout=_TIME_LIMIT_S, env=environment)
     except subprocess.TimeoutExpired:

@@ -28,16 +28,17 @@ from hyper_parallel.planner.run import PROCESS_PART, StepRecord
 from hyper_parallel.planner.totals import forecast_of, op_totals
 from hyper_parallel.platform.torch.machine import disk_speed
 from hyper_parallel.platform.torch.planner.profiling import profile_memory
-from hyper_parallel.platform.torch.recording import WAYS, Recorder, find_recorded_blocks, in_one_way
+from hyper_parallel.platform.torch.recording import WAYS, Recorder, add_gradients, find_recorded_blocks, in_one_way
 from hyper_parallel.platform.torch.recording.host import resident_bytes
 from hyper_parallel.testing import simulated_accelerator
 
-__all__ = ["DEMO_WAYS", "SIZES", "DemoSize", "LanguageModel", "has_accelerator", "plan_demo", "train"]
+__all__ = ["DEMO_WAYS", "SIZES", "DemoSize", "LanguageModel", "fitting_size", "has_accelerator", "plan_demo", "train"]
 
 DEMO_WAYS: Final = ("none", "recompute", "swap", "auto")
 _EFFORT: Final = 0.3  # of the search; a few seconds on two cores
 _BUDGET_SHARE: Final = 0.5  # of the step left alone
 _ABOVE_SMALLEST: Final = 1.05
+_DEVICE_SIZE_BYTES: Final = 14 * 2**30  # what the size "device" needs when nothing is done about it, and some
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ class DemoSize:
 
 SIZES: Final = {
     "host": DemoSize(vocabulary=512, width=128, heads=4, layers=8, batch=32, length=256),
-    "device": DemoSize(vocabulary=8192, width=2048, heads=16, layers=24, batch=4, length=4096),
+    "device": DemoSize(vocabulary=8192, width=2048, heads=16, layers=12, batch=2, length=4096),
     "tiny": DemoSize(vocabulary=64, width=64, heads=4, layers=4, batch=4, length=512, unit_bytes=2**15),
 }
 
@@ -109,13 +110,26 @@ def has_accelerator() -> bool:
     return torch.cuda.is_available()
 
 
+def fitting_size() -> str:
+    """The largest size that this machine can also train left alone."""
+    if not has_accelerator():
+        return "host"
+    free_bytes, _ = torch.cuda.mem_get_info()
+    return "device" if free_bytes >= _DEVICE_SIZE_BYTES else "host"
+
+
 def _built(size: DemoSize) -> tuple[LanguageModel, Callable[[], float]]:
-    device = "cuda" if has_accelerator() else "cpu"
+    device = torch.device("cuda" if has_accelerator() else "cpu")
     torch.set_num_threads(max(1, os.cpu_count() or 1))
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if has_accelerator() else torch.float32
-    model = LanguageModel(size).to(device=device, dtype=dtype)
-    ids = torch.randint(0, size.vocabulary, (size.batch, size.length)).to(device)
+    with device:
+        model = LanguageModel(size)
+        ids = torch.randint(0, size.vocabulary, (size.batch, size.length))
+    if has_accelerator():
+        model = model.to(dtype=torch.bfloat16)
+        # The ways are compared bit for bit, and attention's own backward adds in any order unless told not to.
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
     def step() -> float:
         # Gradients stay in memory between steps, as in a run that accumulates: planner and recorder count them so.
@@ -185,9 +199,7 @@ class _Ledger:
 
     def __call__(self, loss: Any) -> None:
         self.losses.append(float(loss))
-        for parameter in self._model.parameters():
-            assert parameter.grad is not None, "every weight of the demo takes part"
-            self._fingerprint.update(parameter.grad.detach().float().cpu().numpy().tobytes())
+        add_gradients(self._fingerprint, self._model)
         self._optimizer.step()
 
     @property

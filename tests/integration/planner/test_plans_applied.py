@@ -175,6 +175,8 @@ def test_the_report_says_what_was_planned_and_counted(tmp_path: Path) -> None:
         step()
         applied.report(tmp_path / "report.txt")
         applied.report(tmp_path / "report.json")
+        with pytest.raises(ValueError, match=r"cannot write report.html: .* hyper-parallel bench MODULE:FACTORY"):
+            applied.report(tmp_path / "report.html")
     text = (tmp_path / "report.txt").read_text()
     assert "budget 976.56 KiB" in text
     assert f"swapped_out_bytes: {9 * ACTIVATION}" in text

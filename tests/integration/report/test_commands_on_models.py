@@ -38,6 +38,19 @@ def make():
     model, x = Model(), torch.randn(2048, 128)
     return model, lambda: model(x).square().mean().backward()
 
+def other_batches():
+    torch.manual_seed(0)
+    model, batches = Model(), iter(torch.randn(99, 2048, 128))
+    return model, lambda: model(next(batches)).square().mean().backward()
+
+def wrong():
+    model, x = Model(), torch.randn(2048, 128)
+    def forward(self, x):  # a replay of it gives something else
+        factor = 1 if torch._C._current_graph_task_id() == -1 else 2
+        return x + self.down(torch.nn.functional.gelu(self.up(x) * factor))
+    Layer.forward = forward
+    return model, lambda: model(x).square().mean().backward()
+
 def broken():
     model, x = Model(), torch.randn(8, 3)
     return model, lambda: model(x).sum().backward()
@@ -86,11 +99,26 @@ def test_from_a_model_to_a_plan_to_a_report(folder: Path) -> None:
     assert peaks["auto"] <= budget
     assert peaks["recompute"] < peaks["none"]
     record = RunRecord.load(folder / "run.json")
+    assert len(record.steps[0].gradients) == 64
+    assert {step.gradients for step in record.steps} == {record.steps[0].gradients}
     assert record.steps[-1].forecast is not None
     assert record.steps[-1].ops
     out, _ = run(folder, "report", "run.json", "--svg", "figure.svg", "--trace", "trace.json")
     assert "report.html" in out
     assert {"report.html", "figure.svg", "trace.json"} <= {path.name for path in folder.iterdir()}
+
+
+def test_bench_names_the_way_whose_gradients_differ(folder: Path) -> None:
+    out, err = run(folder, "bench", "my_model:wrong", "--simulate", "--steps", "1", code=1)
+    assert "the first step's gradients of recompute differ from those of none" in err
+    assert "DIFFERENT" in out
+    assert (folder / "run.json").exists()
+
+
+def test_bench_does_not_compare_what_does_not_repeat(folder: Path) -> None:
+    out, _ = run(folder, "bench", "my_model:other_batches", "--simulate", "--steps", "1", "--ways", "none,recompute")
+    assert "gradients were not compared: the first way does not repeat its own" in " ".join(out.split())
+    assert "DIFFERENT" not in out
 
 
 def test_a_model_on_the_cpu_is_told_what_to_do(folder: Path) -> None:

@@ -112,6 +112,11 @@ class AppliedPlan(Handle):
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write the plan and what became of it: JSON for a name that ends in .json, text otherwise."""
         target = Path(path)
+        if target.suffix in (".html", ".htm"):
+            raise ValueError(
+                f"report: cannot write {target.name}: a plan's report is text or .json, and a page draws a step as it ran; "
+                "record one with: hyper-parallel bench MODULE:FACTORY --budget BYTES --html FILE"
+            )
         if target.suffix == ".json":
             text = json.dumps({"plan": self.plan.summary().splitlines(), **self.stats()}, indent=2, default=str) + "\n"
         else:

@@ -178,6 +178,8 @@ class _Seen:
                 else:
                     self._spans = stack.enter_context(manager.record_timeline())
                 self._base = self._meter.mark()
+                if not self._is_host:
+                    self._meter.reset_peak()  # the curve's first point is of this step
                 self._watch.point()
                 yield
                 self._meter.wait()
