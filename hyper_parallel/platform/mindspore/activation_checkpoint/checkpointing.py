@@ -15,6 +15,7 @@ from hyper_parallel.core.activation_checkpoint.record import Position
 from hyper_parallel.errors import PolicyError
 from hyper_parallel.platform.base.trees import tree_map
 from hyper_parallel.platform.mindspore import compat
+from hyper_parallel.platform.mindspore.activation_checkpoint.draws import Drawing, DrawingAgain
 from hyper_parallel.platform.mindspore.activation_checkpoint.first_step import noted
 from hyper_parallel.platform.mindspore.activation_checkpoint.graph import next_sequence, note_second_order
 from hyper_parallel.platform.mindspore.activation_checkpoint.saved_tensors import AsyncSaveOnCpu, TensorPolicy
@@ -115,12 +116,13 @@ def checkpoint(
         raise TypeError(f"checkpoint: expected a cell or a callable, got {function!r}")
     where = f"checkpoint of {label_of(function)}"
     position = Position(next_sequence())
-    # On Ascend MindSpore restores the random state itself, so that nothing need be kept where nothing is asked for.
+    # On Ascend MindSpore restores the device's random state itself: nothing need be kept where nothing is asked for.
     policy = policy_fn if policy_fn is not None or not on_cpu() else _RECOMPUTE_ALL
 
     def contexts() -> ContextPair:
+        drawing = Drawing()
         ours: ContextPair = (
-            noop_context_fn()
+            (drawing, DrawingAgain(drawing))
             if policy is None
             else create_selective_checkpoint_contexts(policy, swap_config=swap_config, where=where, position=position)
         )

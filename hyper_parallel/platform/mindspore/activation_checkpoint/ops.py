@@ -29,11 +29,11 @@ _COLLECTIVE: Final = re.compile(
 )
 _IN_PLACE: Final = re.compile(r"^(Inplace|Assign)|^Scatter(Nd)?(Update|Add|Sub|Mul|Div|Min|Max)$|^(Index|Masked)\w+_$")
 _RANDOM: Final = re.compile(
-    r"dropout(?!\w*grad)|rand|uniform|normal(?!i)|laplace|bernoulli|multinomial|gamma$|poisson|cauchy|geometric"
-    r"|exponential|rrelu$|sampler",
+    r"dropout(?!\w*grad)|rand|uniform|normal(?!i)|laplace|bernoulli|multinomial|^gamma$|poisson|cauchy|geometric"
+    r"|exponential|rrelu$|candidatesampler|nondeterministic",
     re.I,
 )
-"""Names of ops that draw: StandardNormal, UniformReal, RandpermV2, Dropout2D ..., but not Normalize."""
+"""Names of ops that draw: StandardNormal, UniformReal, RandpermV2, Dropout2D ..., but not Normalize, Lgamma, GridSampler2D."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

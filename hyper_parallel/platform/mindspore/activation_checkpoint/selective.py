@@ -13,6 +13,8 @@ Rules
    its copy out, a saved one is copied first; the replay then hands out a copy, because it will apply the same change again.
 4. A change that happens outside the region shows in the version counter, if MindSpore counts it, and raises.
 5. Our own tensor ops run unseen, so that an outer region's counting is not shifted.
+6. A gradient that is taken inside the region replays it while forward still runs. Forward then files nothing, and the
+   replay runs ahead of what is filed; an op that draws is refused there.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from hyper_parallel.core.activation_checkpoint.record import Position
 from hyper_parallel.core.activation_checkpoint.statistics import KeepReason
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import ActivationError, ReplayMismatchError
-from hyper_parallel.platform.mindspore import compat
+from hyper_parallel.platform.mindspore.activation_checkpoint.draws import Drawing, DrawingAgain
 from hyper_parallel.platform.mindspore.activation_checkpoint.graph import (
     current_task,
     next_sequence,
@@ -45,7 +47,7 @@ from hyper_parallel.platform.mindspore.activation_checkpoint.ops import (
 )
 from hyper_parallel.platform.mindspore.activation_checkpoint.packed import Handle, Kept
 from hyper_parallel.platform.mindspore.activation_checkpoint.saved_tensors import Packer
-from hyper_parallel.platform.mindspore.activation_checkpoint.storages import is_seen, storage_key, unseen
+from hyper_parallel.platform.mindspore.activation_checkpoint.storages import alias, is_seen, storage_key, unseen
 
 __all__ = ["ForwardMode", "Region", "ReplayMode", "create_selective_checkpoint_contexts"]
 
@@ -86,9 +88,13 @@ class Region:
         self.filed_by_storage: dict[int, list[Filed]] = {}
         self.packer = Packer(config=config, where=where, position=self.position)
         self.engines: set[Engine] = set()
+        self.drawing = Drawing()
+        self.is_open = False  # forward runs
+        self.is_replaying = False
 
     def close(self) -> None:
         """Forward is over: from here the region's values are wanted when backward comes back to it."""
+        self.is_open = False
         self.position.sequence = next_sequence()
         self.filed_by_storage = {}
         self.packer.flush()
@@ -106,9 +112,16 @@ class ForwardMode(mindspore.MsDispatchMode):  # type: ignore[misc]
         self._overruled = 0
         self._index = 0
 
+    def __enter__(self) -> ForwardMode:
+        self._region.drawing.__enter__()
+        self._region.is_open = True
+        super().__enter__()
+        return self
+
     def __exit__(self, *exc: Any) -> Any:
         leaves = super().__exit__(*exc)
         self._region.close()
+        self._region.drawing.__exit__(*exc)
         counters = SwapManager().counters
         counters.add("recomputed_bytes", self._recomputed_bytes)
         counters.add("saved_bytes", self._saved_bytes)
@@ -120,7 +133,7 @@ class ForwardMode(mindspore.MsDispatchMode):  # type: ignore[misc]
     def __ms_dispatch__(self, func: Any, args: Any, kwargs: Any = None) -> Any:
         """Run one op."""
         facts = facts_of(func.name)
-        if facts.is_ignored or not is_seen():
+        if facts.is_ignored or self._region.is_replaying or not is_seen():
             return func(*args)
         if facts.is_random and facts.writes_first:
             raise ActivationError(
@@ -200,12 +213,13 @@ class ReplayMode(mindspore.MsDispatchMode):  # type: ignore[misc]
         self._region = region
         self._counts: dict[str, int] = {}
         self._used: list[Handle] = []
-        self._seeds: Any = None
+        self._drawing = DrawingAgain(region.drawing)
 
     def __enter__(self) -> ReplayMode:
         self._counts = {}
         self._used = []
-        self._seeds = compat.op_seeds()
+        self._drawing.__enter__()
+        self._region.is_replaying = True
         task = current_task(self._region.position)
         if task is not None:
             for engine in self._region.engines:
@@ -215,20 +229,24 @@ class ReplayMode(mindspore.MsDispatchMode):  # type: ignore[misc]
 
     def __exit__(self, *exc: Any) -> Any:
         leaves = super().__exit__(*exc)
+        self._region.is_replaying = False
         # The replayed graph holds what it still needs; our own reference would keep all of it to the region's end.
         for handle in self._used:
             handle.record.engine.let_go(handle.record)
         self._used = []
-        compat.restore_op_seeds(self._seeds)  # the calls of random ops were repeated, not made
+        self._drawing.__exit__(*exc)
         return leaves
 
     def __ms_dispatch__(self, func: Any, args: Any, kwargs: Any = None) -> Any:
         """Replay one op."""
-        if facts_of(func.name).is_ignored or not is_seen():
+        facts = facts_of(func.name)
+        if facts.is_ignored or not is_seen():
             return func(*args)
         at = self._counts.get(func.name, 0)
         self._counts[func.name] = at + 1
         entries = self._region.entries.get(func.name, [])
+        if at >= len(entries) and self._region.is_open:
+            return self._run_ahead(func, facts, args)
         if at >= len(entries):
             raise ReplayMismatchError(
                 f"{self._region.where}: the replay ran {func.name} number {at + 1} with inputs {_shapes_of(args)}, "
@@ -248,9 +266,20 @@ class ReplayMode(mindspore.MsDispatchMode):  # type: ignore[misc]
             )
         return _map_packed(entry.output, self._hand_out_copy if entry.is_changed_later else self._hand_out)
 
+    def _run_ahead(self, func: Any, facts: OpFacts, args: Any) -> Any:
+        """Rule 6: an op that forward has not come to."""
+        if facts.is_random:
+            raise ActivationError(
+                f"{self._region.where}: cannot take a gradient inside the region before {func.name}; because the values that it "
+                "needs come from a replay of the whole region, and what that draws cannot be drawn again; take the gradient "
+                "outside the region"
+            )
+        return func(*args)
+
     def _hand_out(self, packed: Kept | Handle) -> Any:
         if isinstance(packed, Kept):
-            return packed.tensor if self._region.allows_mutation else packed.unpack()
+            # An alias: autograd makes what is handed out a result of the replayed graph, which would then live with the entry.
+            return alias(packed.tensor if self._region.allows_mutation else packed.unpack())
         self._used.append(packed)
         return packed.unpack_value(checks_version=not self._region.allows_mutation)
 
