@@ -92,7 +92,7 @@ class Engine:
         self._in_flight: deque[tuple[weakref.ref[Record], int]] = deque()
         self._in_flight_bytes = 0
         self._live: weakref.WeakSet[Record] = weakref.WeakSet()
-        self._by_storage: dict[int, _Shared] = {}
+        self._shared: dict[Hashable, _Shared] = {}
         self._forecasts: dict[Hashable, Forecast] = {}
         self.ledger: deque[int] = deque()
         self._resident_bytes = 0
@@ -101,9 +101,12 @@ class Engine:
 
     # ------------------------------------------------------------------ forward
 
-    def find(self, storage_key: int, version: int) -> Record | None:
-        """The living record of this storage at this version, if one was made: its copy serves again."""
-        shared = self._by_storage.get(storage_key)
+    def find(self, share_key: Hashable, version: int) -> Record | None:
+        """The living record of this storage at this version, if one was made: its copy serves again.
+
+        ``share_key`` names a storage and whose version it is: the same number on another counter says nothing of the bytes.
+        """
+        shared = self._shared.get(share_key)
         if shared is None or shared.version != version or not shared.is_alive():
             return None
         return shared.record()
@@ -119,6 +122,7 @@ class Engine:
         tag: str | None = None,
         stays: bool = False,
         storage_key: int | None = None,
+        share_key: Hashable | None = None,
         version: int = 0,
         is_alive: Callable[[], bool] | None = None,
         source_is_unchanged: Callable[[], bool] | None = None,
@@ -143,17 +147,18 @@ class Engine:
         )
         with self._lock:
             self._live.add(record)
-            if storage_key is not None and is_alive is not None:
-                self._remember(storage_key, _Shared(record, version, is_alive))
+            key = storage_key if share_key is None else share_key
+            if key is not None and is_alive is not None:
+                self._remember(key, _Shared(record, version, is_alive))
             if not stays:
                 self._queue(record, is_settled=not is_in_region)
             self._account()
         return record
 
-    def _remember(self, storage_key: int, shared: _Shared) -> None:
-        if len(self._by_storage) > 64 + 2 * len(self._live):
-            self._by_storage = {key: old for key, old in self._by_storage.items() if old.record() is not None}
-        self._by_storage[storage_key] = shared
+    def _remember(self, share_key: Hashable, shared: _Shared) -> None:
+        if len(self._shared) > 64 + 2 * len(self._live):
+            self._shared = {key: old for key, old in self._shared.items() if old.record() is not None}
+        self._shared[share_key] = shared
 
     def share(self, record: Record) -> None:
         """Count a save that an existing record serves."""

@@ -81,7 +81,12 @@ def as_op_policy(given: Any, *, where: str) -> OpPolicy:
 def _listed_name(item: Any, where: str) -> str:
     if isinstance(item, str):
         return item
-    is_op = hasattr(item, "_schema") or hasattr(item, "overloads") or isinstance(getattr(item, "name", None), str)
+    is_op = (
+        hasattr(item, "_schema")
+        or hasattr(item, "overloads")
+        or hasattr(item, "py_kernels")  # torch's higher-order ops
+        or isinstance(getattr(item, "name", None), str)
+    )
     if not is_op:
         raise PolicyError(
             f"{where}: the list of ops to save holds {item!r}; give ops (torch.ops.aten.mm.default) or names ('mm', 'aten.mm')"

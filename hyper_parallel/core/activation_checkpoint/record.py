@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hyper_parallel.core.activation_checkpoint.border import Completion, DeviceBackend, Event, FlatBytes, Stream, Tensor
+from hyper_parallel.core.activation_checkpoint.far.memory import unchecked
 from hyper_parallel.core.activation_checkpoint.far.tier import Lease, Refusal
 from hyper_parallel.core.activation_checkpoint.residency import Move, Residency, next_residency
 from hyper_parallel.errors import FarMemoryError
@@ -253,6 +254,7 @@ class Record:
         """Nothing queued later on the owner stream may run before every copy and every foreign reader is done."""
         copy = self.out if self.back is None else self.back  # the last one that touches these very bytes
         if copy is not None and not self._is_ordered:
+            copy = unchecked(copy)
             copy.order(self.stream)
             # The source is the user's: it may come from the pool of another stream than saved it.
             if self.back is None and (stream := self.engine.backend.current_stream()) != self.stream:

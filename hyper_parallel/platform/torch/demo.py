@@ -52,10 +52,10 @@ class DemoSize:
     batch: int
     length: int
     unit_bytes: int = 2**20
-    """On a host: the smallest value that is swapped; window, tail and prefetch are so many of them."""
+    """Where the step is small: the smallest value that is swapped; window, tail and prefetch are so many of them."""
 
-    def host_settings(self) -> dict[str, Any]:
-        """Settings for swapping to disk: enough in flight for two workers, little enough to be seen in the peak."""
+    def small_settings(self) -> dict[str, Any]:
+        """Settings for a small step: enough in flight for two workers of a disk, little enough to be seen in the peak."""
         unit = self.unit_bytes
         return {"min_bytes": unit, "tail_bytes": 32 * unit, "window_bytes": 96 * unit, "prefetch_bytes": 64 * unit}
 
@@ -141,9 +141,11 @@ def _built(size: DemoSize) -> tuple[LanguageModel, Callable[[], float]]:
     return model, step
 
 
-def _configure_host(size: DemoSize, disk_path: str) -> None:
+def _configure(size: DemoSize, disk_path: str) -> None:
     if not has_accelerator():
-        configure(tiers="disk", disk_path=disk_path, **size.host_settings())
+        configure(tiers="disk", disk_path=disk_path, **size.small_settings())
+    elif size is not SIZES["device"]:
+        configure(**size.small_settings())  # the defaults keep all of a small step where it is
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,9 +164,10 @@ def plan_demo(size: DemoSize, *, budget: str | None, disk_path: str, alone: Step
     """
     model, step = _built(size)
     if has_accelerator():
+        _configure(size, disk_path)
         profile = profile_memory(model, step, steps=2)
     else:
-        with simulated_accelerator(timing="eager", **size.host_settings()):
+        with simulated_accelerator(timing="eager", **size.small_settings()):
             profile = profile_memory(model, step, steps=1)
         speed = disk_speed(disk_path)
         profile = dataclasses.replace(
@@ -210,7 +213,7 @@ class _Ledger:
 
 def train(way: str, size: DemoSize, *, disk_path: str, steps: int, planned: DemoPlan | None = None) -> StepRecord:
     """A few steps in this process, in one way."""
-    _configure_host(size, disk_path)
+    _configure(size, disk_path)
     process = {} if has_accelerator() else {PROCESS_PART: resident_bytes()}
     model, step = _built(size)
     blocks = find_recorded_blocks(model)
@@ -235,6 +238,6 @@ def train(way: str, size: DemoSize, *, disk_path: str, steps: int, planned: Demo
 
 def settings_in_words(size: DemoSize, disk_path: str) -> dict[str, str]:
     """The settings that the demo runs under."""
-    _configure_host(size, disk_path)
+    _configure(size, disk_path)
     config = current_config()
     return {field.name: show_setting(field.name, getattr(config, field.name)) for field in dataclasses.fields(config)}

@@ -9,6 +9,8 @@ import torch
 
 import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy
+from hyper_parallel.errors import PolicyError
+from hyper_parallel.platform.torch.activation_checkpoint import create_selective_checkpoint_contexts
 from hyper_parallel.testing import simulated_accelerator
 
 from .scenario import batch
@@ -37,3 +39,92 @@ def test_b8_a_region_with_exotic_tensors(function: Any, saved: str) -> None:
     with simulated_accelerator():
         (got,) = torch.autograd.grad(hp.checkpoint(function, x, policy_fn=policy).sum(), x)
     assert torch.equal(got, wanted)
+
+
+ANSWERS = [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_SWAP, CheckpointPolicy.MUST_RECOMPUTE]
+
+
+def _asks_in_inference_mode(x: torch.Tensor) -> torch.Tensor:
+    h = x.sin()
+    with torch.inference_mode():
+        scale = float((h.detach() * 2).abs().max())
+    return (h * scale).exp()
+
+
+def _writes_in_inference_mode(x: torch.Tensor) -> torch.Tensor:
+    table = torch.zeros_like(x) + 1
+    with torch.inference_mode():
+        table.mul_(3)
+    return (x * table).exp()
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer.name)
+@pytest.mark.parametrize("function", [_asks_in_inference_mode, _writes_in_inference_mode], ids=["asks", "writes"])
+def test_an_inference_mode_block_inside_a_region(function: Any, answer: CheckpointPolicy) -> None:
+    x = batch()
+    (wanted,) = torch.autograd.grad(function(x).sum(), x)
+    with simulated_accelerator():
+        (got,) = torch.autograd.grad(hp.checkpoint(function, x, policy_fn=lambda *_, **__: answer).sum(), x)
+    assert torch.equal(got, wanted)
+
+
+def _branches(x: torch.Tensor) -> torch.Tensor:
+    return torch.cond(x.sum() > 0, lambda v: v.sin() * 2, lambda v: v.cos() * 3, (x,)).exp()
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer.name)
+def test_a_higher_order_op_is_one_op_of_a_region(answer: CheckpointPolicy) -> None:
+    x = batch()
+    (wanted,) = torch.autograd.grad(_branches(x).sum(), x)
+    with simulated_accelerator():
+        (got,) = torch.autograd.grad(hp.checkpoint(_branches, x, policy_fn=lambda *_, **__: answer).sum(), x)
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_in_a_region_and_in_a_list_of_ops() -> None:
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    weight, q = torch.randn(16, 16, requires_grad=True), torch.randn(1, 2, 16, 16)
+
+    def function(weight: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():  # its CPU kernel has no backward
+            attended = flex.flex_attention(q, q, q)
+        return (attended @ weight).sin()
+
+    (wanted,) = torch.autograd.grad(function(weight).sum(), weight)
+    for policy in (["mm"], [torch.ops.higher_order.flex_attention, torch.ops.aten.mm.default]):
+        with simulated_accelerator():
+            (got,) = torch.autograd.grad(hp.checkpoint(function, weight, policy_fn=policy).sum(), weight)
+        assert torch.equal(got, wanted)
+
+
+class _Image(torch.Tensor):
+    """A tensor with a name of its own, as data pipelines have them."""
+
+
+def _changes_a_subclass(x: torch.Tensor) -> torch.Tensor:
+    y = (x * 2).as_subclass(_Image)
+    y.add_(1)
+    return y.as_subclass(torch.Tensor).exp()
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer.name)
+def test_a_change_through_a_subclass_that_leaves_dispatch_alone(answer: CheckpointPolicy) -> None:
+    x = batch()
+    (wanted,) = torch.autograd.grad(_changes_a_subclass(x).sum(), x)
+    with simulated_accelerator():
+        (got,) = torch.autograd.grad(hp.checkpoint(_changes_a_subclass, x, policy_fn=lambda *_, **__: answer).sum(), x)
+    assert torch.equal(got, wanted)
+
+
+def test_one_pair_of_contexts_serves_one_call() -> None:
+    pair = create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+    x = batch()
+    y = hp.checkpoint(torch.sin, x, context_fn=lambda: pair)
+    with pytest.raises(PolicyError, match="a function that makes a new pair for every call"):
+        hp.checkpoint(torch.sin, y, context_fn=lambda: pair)
+
+
+def test_an_answer_without_a_hash_is_named() -> None:
+    with simulated_accelerator(), pytest.raises(PolicyError, match=r"the tensor policy answered \[1\]"):
+        hp.swap(lambda x: x.sin(), batch(), policy_fn=lambda _: [1])

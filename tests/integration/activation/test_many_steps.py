@@ -66,4 +66,4 @@ def test_a_thousand_steps_of_changing_shapes_leave_nothing_behind() -> None:
         assert objects_at[NUM_STEPS - 1] - objects_at[199] < 500, "no list grows with the steps"
         assert engine.in_flight_bytes <= 2048
         assert not engine._forecasts
-        assert len(engine._tail) + len(engine._in_flight) + len(engine._by_storage) < 500
+        assert len(engine._tail) + len(engine._in_flight) + len(engine._shared) < 500

@@ -81,6 +81,21 @@ def test_whose_state_is_kept(
     assert sorted(map(str, asked)) == expected
 
 
+def test_a_foreign_op_may_draw_wherever_it_has_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(random_state, "_state_of", asked.append)
+    lengths = torch.zeros(1)
+
+    class Elsewhere(torch.Tensor):
+        device = torch.device("cuda:1")
+
+    there = torch.zeros(1).as_subclass(Elsewhere)
+    for args, kwargs in (((lengths, [there]), {}), ((lengths,), {"x": there})):
+        asked.clear()
+        random_state.RandomState.now(args, kwargs, is_opaque=True)
+        assert sorted(map(str, asked)) == ["cpu", "cuda:1"]
+
+
 @pytest.mark.parametrize("preserves", [True, False])
 def test_a_replay_does_not_wind_the_random_stream_back(preserves: bool) -> None:
     def layer(x: torch.Tensor) -> torch.Tensor:

@@ -103,7 +103,7 @@ class FarMemory:
     def release(self, lease: Lease, after: Completion | None) -> None:
         """Take the room back once ``after`` is done; safe in destructors, see :class:`Tier`."""
         # A tier knows its own completions best, so it gets them bare.
-        lease.tier.release(lease, after.bare if isinstance(after, _CheckedCompletion) else after)
+        lease.tier.release(lease, None if after is None else unchecked(after))
 
     def host_bytes(self, lease: Lease) -> FlatBytes | None:
         """The lease's bytes where they lie in host memory in one piece; for looking, not for keeping."""
@@ -200,6 +200,11 @@ class _CheckedCompletion:
                     )
         if self._error is not None:
             raise again(self._error)
+
+
+def unchecked(copy: Completion) -> Completion:
+    """The same moment for somebody who lets the bytes go: what nobody reads needs no checksum, and no wait for one."""
+    return copy.bare if isinstance(copy, _CheckedCompletion) else copy
 
 
 def _checksum(flat: FlatBytes, nbytes: int, backend: DeviceBackend, stream: Stream) -> int:

@@ -76,7 +76,8 @@ def swap_tensor_wrapper(tree: Any, tag: str | None = None) -> Any:
 def forget_bottom_hooks() -> None:
     """Take this thread's pair off again, if it is alone on the stack and no marked tensor lives."""
     bottom = _THIS_THREAD.bottom
-    if bottom is None or SwapManager().marks:
+    # Inside a node of a backward torch puts the thread's hooks back afterwards, so what is taken off there stays on for good.
+    if bottom is None or SwapManager().marks or is_in_backward():
         return
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if top is not None and top[0] is bottom:

@@ -22,7 +22,11 @@ __all__ = ["KNOWN", "OpFacts", "facts_of", "is_weight_cast"]
 
 
 _SILENT_VIEWS = frozenset(
-    {torch.ops.aten._unsafe_view.default}
+    {
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.unsafe_split.Tensor,
+        torch.ops.aten.unsafe_split_with_sizes.default,
+    }
 )  # share their input's storage; their schema does not say so
 
 _TAGGED = frozenset({"aten", "prim", "prims", "c10d", "_c10d_functional", "c10d_functional"})  # random ops carry a tag
@@ -64,6 +68,8 @@ def _examined(op: Any) -> OpFacts:
     schema = getattr(op, "_schema", None)
     is_random = torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())
     if schema is None:
+        if str(op).endswith("_mutation"):  # a kernel of the user's that writes its arguments
+            return OpFacts(replay_reason="in_place", is_random=is_random, writes_anything=True)
         return OpFacts(is_random=is_random)
     if op.namespace == "c10d":
         return OpFacts(replay_reason="collective", is_random=is_random, writes_anything=True)

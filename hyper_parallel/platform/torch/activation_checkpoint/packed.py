@@ -22,7 +22,7 @@ __all__ = ["Handle", "Kept", "raise_changed"]
 def raise_changed(*, where: str, shape: torch.Size, dtype: torch.dtype, version: int, now: int) -> NoReturn:
     """The error of a value that was changed between its save and its use."""
     node: Any = torch._C._current_autograd_node()  # torch.autograd.graph.Node | None
-    wanted_by = "outside backward" if node is None else f"wanted by {node.name()}"
+    wanted_by = "outside backward" if node is None else f"wanted by {type(node).name(node)}"
     raise InPlaceChangeError(
         f"{where}: a saved tensor {tuple(shape)} {dtype}, {wanted_by}, was changed in place after it was saved "
         f"(saved at version {version}, now at version {now}). Backward would read other values than forward did. "
@@ -82,7 +82,24 @@ class Handle:
     def unpack(self) -> torch.Tensor:
         """The exact view, on the device, ordered for the current stream. Repeatable. Raises where the plain step would."""
         self._check_unchanged()
-        return self.view.over(self.record.engine.fetch(self.record, current_task()))
+        return self._over(self.record.engine.fetch(self.record, current_task()))
+
+    def _over(self, device_bytes: Any) -> torch.Tensor:
+        """The view over these bytes, held as long as they are.
+
+        The plain step's graph holds the tensor that it hands to a backward. Were ours the only one, and were it returned as a
+        gradient, ``AccumulateGrad`` would take it over, and every later change of ``.grad`` would change the saved bytes.
+        """
+        views: dict[ViewSpec, tuple[torch.Tensor, int]] = device_bytes.__dict__.setdefault("handed_out", {})
+        for view, version in tuple(views.values()):  # another thread may add to them
+            if view._version != version:
+                raise_changed(where=self.where, shape=view.shape, dtype=view.dtype, version=version, now=view._version)
+        known = views.get(self.view)
+        if known is not None:
+            return known[0]
+        made = self.view.over(device_bytes)
+        views[self.view] = made, made._version
+        return made
 
     def unpack_value(self, *, checks_version: bool) -> torch.Tensor:
         """The same for a value that the framework would recompute: a later change of the source is no fault.
@@ -91,4 +108,4 @@ class Handle:
         """
         if checks_version and not self.record.snapshot_is_exact:
             self._check_unchanged()
-        return self.view.over(self.record.engine.fetch(self.record, current_task()))
+        return self._over(self.record.engine.fetch(self.record, current_task()))

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.platform.torch.activation_checkpoint.storages import tensors_in
+
 __all__ = ["RandomState", "set_state"]
 
 _CPU = torch.device("cpu")
@@ -21,12 +23,15 @@ class RandomState:
 
     @classmethod
     def now(cls, args: Any, kwargs: dict[str, Any], *, is_opaque: bool) -> RandomState:
-        """The state of the device on which an op with these arguments draws; an opaque one may draw on the host as well."""
-        device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), None)
-        if device is None:  # a factory is told by keyword
-            device = _indexed(torch.device(kwargs.get("device") or _CPU))
-        devices = {device, _CPU} if is_opaque else {device}
-        return cls({found: _state_of(found) for found in devices if found.type != "meta"})
+        """The state of the device on which an op with these arguments draws.
+
+        Torch's own ops draw where their first tensor is. An opaque one may draw wherever it has one, and on the host.
+        """
+        devices = [tensor.device for tensor in tensors_in([*args, *kwargs.values()] if is_opaque else args)]
+        if not devices:  # a factory is told by keyword
+            devices = [_indexed(torch.device(kwargs.get("device") or _CPU))]
+        drawn = {*devices, _CPU} if is_opaque else {devices[0]}
+        return cls({device: _state_of(device) for device in drawn if device.type != "meta"})
 
     def restore(self, displaced: dict[torch.device, Any]) -> None:
         """Put the generators back to it; what they were at goes to ``displaced``, once for each device."""

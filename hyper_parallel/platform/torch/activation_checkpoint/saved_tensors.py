@@ -9,7 +9,7 @@ The cheap path comes first: most saved tensors are small, and must cost a few mi
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -29,7 +29,9 @@ from hyper_parallel.platform.torch.activation_checkpoint.storages import (
     ViewSpec,
     alias,
     flat_bytes,
+    is_changed_piece,
     is_parameter_derived,
+    share_key,
     storage_watch,
     version_token,
 )
@@ -135,6 +137,8 @@ class Packer:
             return self._keep(tensor, KeepReason.SMALL, nbytes)
         if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
             return self._keep(tensor, KeepReason.EXOTIC, nbytes)
+        if is_changed_piece(tensor, nbytes):
+            return self._keep(tensor, KeepReason.EXOTIC, nbytes)
         if is_in_backward():
             return self._keep(tensor, KeepReason.IN_BACKWARD, nbytes)
         return self.swap(engine, tensor, storage, nbytes)
@@ -144,17 +148,18 @@ class Packer:
         if self._policy_fn is None or storage._cdata in self._manager.marks:
             return True
         answer = self._policy_fn(tensor)
-        if answer is None or answer in _SWAPS:
+        is_known = isinstance(answer, enum.Enum)
+        if answer is None or (is_known and answer in _SWAPS):
             is_alive = self._kept_by_policy.get(storage._cdata)
             return is_alive is None or not is_alive()
-        if answer not in _SAVES:
+        if not is_known or answer not in _SAVES:
             raise PolicyError(
                 f"{self.where}: the tensor policy answered {answer!r} for a tensor {tuple(tensor.shape)} {tensor.dtype}; known "
                 "answers are CheckpointPolicy.MUST_SAVE, PREFER_SAVE, MUST_SWAP, ActivationPolicy.SAVE, SWAP, and None (swap)"
             )
         self._kept_by_policy[storage._cdata] = storage_watch(storage)
         engine = self.engine_of(tensor.device)
-        record = engine.find(storage._cdata, tensor._version) if engine is not None else None
+        record = engine.find(share_key(tensor, storage), tensor._version) if engine is not None else None
         if record is not None:
             record.stays = True
         return False
@@ -187,16 +192,23 @@ class Packer:
         refuse_capture(self.where)
         version = tensor._version
         token = version_token(tensor, is_below_autograd=is_below_autograd)
-        record = engine.find(storage._cdata, version)
+        key = share_key(tensor, storage)
+        record = engine.find(key, version)
         if record is None:
-            record = self._new_record(engine, storage, nbytes, token, index)
+            record = self._new_record(engine, storage, nbytes, token, key, index)
         else:
             engine.share(record)
             self._manager.adopt(record)
         return Handle(record, ViewSpec(tensor), token=token, version=version, where=self.where)
 
     def _new_record(
-        self, engine: Engine, storage: torch.UntypedStorage, nbytes: int, token: torch.Tensor, index: int
+        self,
+        engine: Engine,
+        storage: torch.UntypedStorage,
+        nbytes: int,
+        token: torch.Tensor,
+        key: Hashable,
+        index: int,
     ) -> Record:
         version = token._version
         position = self._position
@@ -212,6 +224,7 @@ class Packer:
             tag=self._manager.marks.tag_of(storage._cdata),
             stays=group is not None and group.is_last_group,
             storage_key=storage._cdata,
+            share_key=key,
             version=version,
             is_alive=storage_watch(storage),
             source_is_unchanged=lambda: token._version == version,

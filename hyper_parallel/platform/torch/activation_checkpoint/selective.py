@@ -14,12 +14,14 @@ Rules
    its copy out, a saved one is copied first; the replay then hands out a copy, because it will apply the same change again.
 4. A change that happens outside the region shows in the version counter, and raises.
 5. Our own tensor ops run unseen, so that an outer region's counting is not shifted.
+6. A gradient taken inside a region (a penalty, a meta step) makes torch replay a region while a forward still runs. Modes
+   that were entered before a replay pass over what it runs, and the replay runs what an open forward has not come to yet.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,14 +40,14 @@ from hyper_parallel.core.activation_checkpoint.policy import (
 from hyper_parallel.core.activation_checkpoint.record import Position
 from hyper_parallel.core.activation_checkpoint.statistics import KeepReason
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
-from hyper_parallel.errors import ReplayMismatchError, SwapImpossibleError
+from hyper_parallel.errors import PolicyError, ReplayMismatchError, SwapImpossibleError
 from hyper_parallel.platform.torch import compat
 from hyper_parallel.platform.torch.activation_checkpoint.graph import current_task, next_sequence
 from hyper_parallel.platform.torch.activation_checkpoint.ops import KNOWN, OpFacts, facts_of, is_weight_cast
 from hyper_parallel.platform.torch.activation_checkpoint.packed import Handle, Kept
 from hyper_parallel.platform.torch.activation_checkpoint.random_state import RandomState, set_state
 from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import Packer
-from hyper_parallel.platform.torch.activation_checkpoint.storages import alias, unseen
+from hyper_parallel.platform.torch.activation_checkpoint.storages import alias, tensors_in, unseen
 
 __all__ = ["ForwardMode", "Region", "ReplayMode", "create_selective_checkpoint_contexts"]
 
@@ -78,6 +80,15 @@ class Filed:
         self.is_changed_later = False
 
 
+class _Depth(threading.local):
+    """How many replays this thread is in, one inside the other."""
+
+    replays = 0
+
+
+_DEPTH = _Depth()
+
+
 class Region:
     """One call of a checkpointed function: what became of each op instance."""
 
@@ -99,9 +110,11 @@ class Region:
         self.fresh: list[Kept] = []  # hold the op's very output; aliased when forward is over (see close)
         self.packer = Packer(config=config, where=where, position=self.position)
         self.engines: set[Engine] = set()
+        self.is_open = True  # forward still runs
 
     def close(self) -> None:
         """Forward is over: from here the region's values are wanted when backward reaches its last node."""
+        self.is_open = False
         self.position.sequence = next_sequence()
         self.filed_by_storage = {}
         # An output that the region held to the end would be a cycle: output, its node, this region. An alias is none, and
@@ -115,6 +128,8 @@ class Region:
 
 class _RegionMode(TorchDispatchMode):
     """What both modes of a region tell the compiler: code compiled inside stays compiled, the modes are passed over."""
+
+    supports_higher_order_operators = True  # flex_attention, cond: one op each, whatever runs inside
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -139,6 +154,17 @@ class ForwardMode(_RegionMode):
         self._saved_bytes = 0
         self._entries = region.entries
         self._index = 0
+        self._depth = 0
+
+    def __enter__(self) -> ForwardMode:
+        if not self._region.is_open:
+            raise PolicyError(
+                f"{self._region.where}: cannot run a second forward under this pair of contexts, because its replay would be "
+                "handed the first one's values. Give context_fn a function that makes a new pair for every call."
+            )
+        self._depth = _DEPTH.replays
+        super().__enter__()
+        return self
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
@@ -158,12 +184,15 @@ class ForwardMode(_RegionMode):
             kwargs = {}
         if facts.is_ignored or (facts.may_be_weight_cast and is_weight_cast(args)):
             return facts.run(*args, **kwargs)
+        if (facts.writes or facts.writes_anything) and not self._region.allows_mutation:
+            self._protect_written(facts, args, kwargs)
+        if _DEPTH.replays != self._depth:
+            return facts.run(*args, **kwargs)
         entries = self._entries.get(id(op))
         if entries is None:
             entries = self._entries[id(op)] = []
-        if facts.replay_reason is not None:
-            if (facts.writes or facts.writes_anything) and not self._region.allows_mutation:
-                self._protect_written(facts, args, kwargs)
+        # Nothing that is made in inference mode can be saved for backward, and it has no version.
+        if facts.replay_reason is not None or torch.is_inference_mode_enabled():
             entries.append(self._replayed_entry(facts, args, kwargs) if facts.may_draw else _REPLAYED)
             return facts.run(*args, **kwargs)
         policy = self._ask(op, args, kwargs)
@@ -256,7 +285,7 @@ class ForwardMode(_RegionMode):
             written = [
                 kwargs.get(at) if isinstance(at, str) else (args[at] if at < len(args) else None) for at in facts.writes
             ]
-        for tensor in _tensors_in(written):
+        for tensor in tensors_in(written):
             if not _has_storage(tensor):
                 continue
             for filed in filed_by_storage.pop(tensor.untyped_storage()._cdata, ()):
@@ -270,9 +299,10 @@ class ForwardMode(_RegionMode):
 class _Run:
     """One replay: how far it is, and what it took."""
 
-    __slots__ = ("counts", "displaced", "used")
+    __slots__ = ("counts", "depth", "displaced", "used")
 
     def __init__(self) -> None:
+        self.depth = _DEPTH.replays + 1
         self.counts: dict[int, int] = {}
         self.used: list[Handle] = []
         self.displaced: dict[torch.device, Any] = {}  # the random states that rule 2 overwrote
@@ -300,9 +330,11 @@ class ReplayMode(_RegionMode):
         if task is not None:
             SwapManager().expect(task, self._region.engines)
         super().__enter__()
+        _DEPTH.replays += 1
         return self
 
     def __exit__(self, *exc: Any) -> None:
+        _DEPTH.replays -= 1
         super().__exit__(*exc)
         run = self._here.runs.pop()
         # The replayed graph holds what it still needs; our own reference would keep all of it to the region's end.
@@ -319,11 +351,16 @@ class ReplayMode(_RegionMode):
             kwargs = {}
         if facts.is_ignored or (facts.may_be_weight_cast and is_weight_cast(args)):
             return facts.run(*args, **kwargs)
-        run = self._here.runs[-1]
+        runs = self._here.runs
+        if not runs or runs[-1].depth != _DEPTH.replays:
+            return facts.run(*args, **kwargs)
+        run = runs[-1]
         at = run.counts.get(id(op), 0)
         run.counts[id(op)] = at + 1
         entries = self._entries.get(id(op), ())
         if at >= len(entries):
+            if self._region.is_open:
+                return facts.run(*args, **kwargs)
             raise ReplayMismatchError(
                 f"{self._region.where}: the replay ran {op_label(op)} number {at + 1} with inputs {_inputs_of(args)}, "
                 f"but forward ran it {len(entries)} times. The function must run the same ops again: look for branches on "
@@ -347,10 +384,13 @@ class ReplayMode(_RegionMode):
 
     def _hand_out(self, packed: Kept | Handle) -> torch.Tensor:
         if isinstance(packed, Kept):
-            # An alias: autograd makes what is handed out a result of the replayed graph, which would then live with the entry.
-            return alias(packed.tensor if self._region.allows_mutation else packed.unpack())
-        self._here.runs[-1].used.append(packed)
-        return packed.unpack_value(checks_version=not self._region.allows_mutation)
+            value = packed.tensor if self._region.allows_mutation else packed.unpack()
+        else:
+            self._here.runs[-1].used.append(packed)
+            value = packed.unpack_value(checks_version=not self._region.allows_mutation)
+        # An alias: autograd makes what is handed out a result of the replayed graph, which would then live with the entry.
+        # With the entry's counter: a backward may return it as a gradient, and a change of that must not go unseen.
+        return alias(value, is_below_autograd=True)
 
     def _hand_out_copy(self, packed: Kept | Handle) -> torch.Tensor:
         """The replay changes this value as forward did; the filed bytes must stay for the next replay."""
@@ -369,7 +409,7 @@ def _settled(packed: Kept | Handle) -> Kept | Handle:
         value = packed.view.over(packed.record.device_bytes)
     else:
         value = packed.tensor
-    with unseen():
+    with torch.inference_mode(False), unseen():  # the change may stand in such a block; the copy outlives it
         copy = value.clone()
     return Kept(copy, copy._version, packed.where)
 
@@ -385,17 +425,7 @@ def _bytes_of(output: Any) -> int:
 def _inputs_of(args: Any) -> Inputs:
     """What a replayed op must be given again for a filed output to fit."""
     # A nested tensor's ragged size is a new symbol in every call.
-    return [(None if tensor.is_nested else tensor.shape, tensor.dtype) for tensor in _tensors_in(args)]
-
-
-def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, tuple | list):
-            found.extend(_tensors_in(value))
-    return found
+    return [(None if tensor.is_nested else tensor.shape, tensor.dtype) for tensor in tensors_in(args)]
 
 
 def _packed_leaves(packed: Any) -> list[Kept | Handle]:
@@ -421,7 +451,9 @@ def _storage_key(packed: Kept | Handle) -> int | None:
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
-    return type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    # A subclass that leaves dispatch alone is a tensor like any other.
+    is_plain = type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    return is_plain and tensor.layout is torch.strided
 
 
 def create_selective_checkpoint_contexts(

@@ -193,6 +193,8 @@ class _Copy:
 class _Watch(TorchDispatchMode):
     """Sees every op of this thread."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, backend: SimulatedBackend, simulation: Simulation) -> None:
         super().__init__()
         self._backend = backend

@@ -5,6 +5,11 @@ Note: versions without bytes
     tensor's version counter; giving that alias other ``data`` keeps the counter and lets go of the bytes. What remains
     is a token that sees every later in-place change and holds no memory.
 
+Note: counters of their own
+    A view counts its changes with its base. ``unsafe_split``, which torch's recurrent cells are made of, gives each piece of a
+    storage a counter of its own, and changes the pieces in place one after the other: two pieces at version 1 were not
+    copied at the same moment. What is no view and less than its storage is therefore known by its place in it.
+
 Note: below the counter
     A dispatch mode runs below the kernels that share and bump version counters, so an alias made there has a counter of
     its own. ``_ADINPLACE`` is let in again for the moment in which a mode makes an alias.
@@ -13,7 +18,7 @@ Note: below the counter
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -21,7 +26,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hyper_parallel.core.activation_checkpoint.border import FlatBytes
 
-__all__ = ["ViewSpec", "alias", "flat_bytes", "is_parameter_derived", "storage_watch", "unseen", "version_token"]
+__all__ = [
+    "ViewSpec",
+    "alias",
+    "flat_bytes",
+    "is_changed_piece",
+    "is_parameter_derived",
+    "share_key",
+    "storage_watch",
+    "tensors_in",
+    "unseen",
+    "version_token",
+]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _ADINPLACE = torch._C.DispatchKey.ADInplaceOrView
@@ -91,6 +107,24 @@ def flat_bytes(storage: torch.UntypedStorage) -> FlatBytes:
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
+def is_changed_piece(tensor: torch.Tensor, storage_bytes: int) -> bool:
+    """Whether a part of a storage was changed in place on a counter of its own (see "counters of their own").
+
+    Its neighbours are, or will be, changed as well, and unseen: a copy of the whole storage would be taken while they are, and
+    there would be one such copy for every piece.
+    """
+    return tensor._version > 0 and tensor._base is None and tensor.nbytes != storage_bytes
+
+
+def share_key(tensor: torch.Tensor, storage: torch.UntypedStorage) -> Hashable:
+    """What a storage and a version counter over it are known by (see "counters of their own")."""
+    root = tensor if tensor._base is None else tensor._base
+    key: int = storage._cdata
+    if root.nbytes == storage.nbytes():
+        return key
+    return key, root.storage_offset(), root.size(), root.stride()
+
+
 def storage_watch(storage: torch.UntypedStorage) -> Callable[[], bool]:
     """Whether the storage is still alive. While the watch exists its address names no other storage."""
     reference = StorageWeakRef(storage)
@@ -126,7 +160,21 @@ def is_parameter_derived(tensor: torch.Tensor) -> bool:
         variable = getattr(node, "variable", None)
         if variable is not None:
             return isinstance(variable, torch.nn.Parameter)
-        if node.name() not in _PASS_THROUGH:
+        # The type is asked: the context of a custom Function is its node, and may have a ``name`` of its own.
+        if type(node).name(node) not in _PASS_THROUGH:
             return False
         node = node.next_functions[0][0]
     return False
+
+
+def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among an op's arguments, also those in lists."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found.extend(tensors_in(value))
+        elif isinstance(value, dict):  # a higher-order op's
+            found.extend(tensors_in(value.values()))
+    return found

@@ -8,7 +8,8 @@ Attributes that the wrapper does not own are read from, and written to, the wrap
 Note: the class
     Libraries find layers by ``isinstance`` (transformers records hidden states that way, others choose what to shard). So
     ``__class__`` answers with the wrapped module's class, and ``isinstance`` holds for both. FSDP2 assigns ``__class__`` a
-    new class made of its own and the one it read; the setter makes the same out of the wrapper's real class.
+    new class made of its own and the one it read; the setter makes the same out of the wrapper's real class. Any other class
+    is the wrapped module's.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class ActivationWrapper(nn.Module, abc.ABC):
     """The base of our wrappers: everything but ``forward``."""
 
     _wrapped: nn.Module
-    _OWN = frozenset({"_wrapped", "training", "_settings"})
+    _OWN = frozenset({"_wrapped", "_settings", "_compiled_call_impl", "forward"})
 
     def __init__(self, module: nn.Module | Callable[..., Any]) -> None:
         super().__init__()
@@ -66,7 +67,7 @@ class ActivationWrapper(nn.Module, abc.ABC):
                 raise TypeError(f"{type(self).__name__}: expected a module or a callable, got {module!r}")
             module = FuncModule(module)
         self.__dict__["_wrapped"] = module
-        self.__dict__["training"] = module.training
+        self.__dict__.pop("training", None)
         self._share()
         compat.share_composable_state(module, self)
 
@@ -85,6 +86,18 @@ class ActivationWrapper(nn.Module, abc.ABC):
         return module.wrapped_module if isinstance(module, ActivationWrapper) else module
 
     @property
+    def training(self) -> bool:
+        """The wrapped module's mode; there is no other."""
+        module = self.__dict__.get("_wrapped")
+        return True if module is None else module.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        module = self.__dict__.get("_wrapped")
+        if module is not None:  # else torch's own constructor runs
+            module.training = mode
+
+    @property
     def __class__(self) -> type[Any]:
         """The wrapped module's class (see "the class")."""
         module = self.__dict__.get("_wrapped")
@@ -93,6 +106,9 @@ class ActivationWrapper(nn.Module, abc.ABC):
     @__class__.setter
     def __class__(self, new: type[Any]) -> None:
         extra = tuple(base for base in new.__bases__ if base is not self._wrapped.__class__)
+        if not extra or len(extra) == len(new.__bases__):
+            self._wrapped.__class__ = new  # a parametrization comes or goes: that is a new class of the wrapped module
+            return
         own = {name: value for name, value in vars(new).items() if name not in ("__dict__", "__weakref__")}
         object.__dict__["__class__"].__set__(self, type(new.__name__, (*extra, type(self)), own))
 
@@ -102,8 +118,9 @@ class ActivationWrapper(nn.Module, abc.ABC):
     # What the wrapper does not own is the wrapped module's.
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_wrapped":
-            raise AttributeError(name)  # not born yet: unpickling asks before there is anything
+        if name in ("_wrapped", "__deepcopy__"):
+            # not born yet (unpickling asks before there is anything); a copy is a copy of the wrapper
+            raise AttributeError(name)
         return getattr(self._wrapped, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -145,9 +162,8 @@ class ActivationWrapper(nn.Module, abc.ABC):
     # Where a module class may have its own ways, they are asked for theirs.
 
     def train(self, mode: bool = True) -> ActivationWrapper:
-        """Set the mode of the wrapped module; the wrapper follows."""
+        """Set the mode of the wrapped module."""
         self._wrapped.train(mode)
-        self.__dict__["training"] = mode
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> ActivationWrapper:
