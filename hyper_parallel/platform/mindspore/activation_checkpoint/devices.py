@@ -15,10 +15,16 @@ from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.border import DeviceBackend, Event, FlatBytes, Stream
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.platform.mindspore import compat
-from hyper_parallel.platform.mindspore.activation_checkpoint.storages import DeviceBytes, unseen
+from hyper_parallel.platform.mindspore.activation_checkpoint.storages import (
+    DeviceBytes,
+    ViewSpec,
+    alias,
+    flat_bytes,
+    unseen,
+)
 from hyper_parallel.platform.mindspore.device import CPU
 
-__all__ = ["SIMULATED", "AscendBackend", "HostBackend", "as_array", "backend_for"]
+__all__ = ["SIMULATED", "AscendBackend", "HostBackend", "as_array", "backend_for", "copied"]
 
 SIMULATED = "mindspore simulated"
 """Under this name the manager keeps the backend of a simulation."""
@@ -31,6 +37,25 @@ def as_array(flat: DeviceBytes | Any) -> Any:  # numpy.ndarray of uint8; a host 
     cells = (ctypes.c_ubyte * len(flat)).from_address(flat.address)
     cells.owner = flat.tensor  # type: ignore[attr-defined]
     return np.frombuffer(memoryview(cells), dtype=np.uint8)
+
+
+def copied(tensor: Any) -> Any:
+    """The same tensor over bytes of its own.
+
+    ``Tensor.copy`` is arithmetic: it divides by one or adds nothing, which a cell with ``to_float`` does in half precision
+    and which loses the sign of a complex zero. And an older primitive that a mode answers for waits for its result for ever.
+    """
+    flat = flat_bytes(tensor)
+    if len(flat) == 0:
+        return alias(tensor)
+    with unseen():
+        if str(tensor.device) == CPU:
+            compat.wait_for_ops()
+            buffer = mindspore.Tensor.from_numpy(as_array(flat).copy())
+        else:
+            buffer = mint.empty((len(flat),), dtype=mindspore.uint8, device=str(tensor.device).partition(":")[0])
+            buffer.copy_(flat.as_tensor())
+    return ViewSpec(tensor).over(DeviceBytes(buffer, 0, len(flat)))
 
 
 class AscendBackend:

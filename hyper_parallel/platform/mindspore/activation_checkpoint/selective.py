@@ -32,6 +32,8 @@ from hyper_parallel.core.activation_checkpoint.record import Position
 from hyper_parallel.core.activation_checkpoint.statistics import KeepReason
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import ActivationError, ReplayMismatchError
+from hyper_parallel.platform.mindspore import compat
+from hyper_parallel.platform.mindspore.activation_checkpoint.devices import copied
 from hyper_parallel.platform.mindspore.activation_checkpoint.draws import Drawing, DrawingAgain
 from hyper_parallel.platform.mindspore.activation_checkpoint.graph import (
     current_task,
@@ -47,7 +49,7 @@ from hyper_parallel.platform.mindspore.activation_checkpoint.ops import (
 )
 from hyper_parallel.platform.mindspore.activation_checkpoint.packed import Handle, Kept
 from hyper_parallel.platform.mindspore.activation_checkpoint.saved_tensors import Packer
-from hyper_parallel.platform.mindspore.activation_checkpoint.storages import alias, is_seen, storage_key, unseen
+from hyper_parallel.platform.mindspore.activation_checkpoint.storages import alias, is_seen, storage_key
 
 __all__ = ["ForwardMode", "Region", "ReplayMode", "create_selective_checkpoint_contexts"]
 
@@ -111,6 +113,7 @@ class ForwardMode(mindspore.MsDispatchMode):  # type: ignore[misc]
         self._replayed: dict[str, int] = {}
         self._overruled = 0
         self._index = 0
+        self._written: dict[int, Any] = {}  # address -> an alias that holds it
 
     def __enter__(self) -> ForwardMode:
         self._region.drawing.__enter__()
@@ -120,6 +123,7 @@ class ForwardMode(mindspore.MsDispatchMode):  # type: ignore[misc]
 
     def __exit__(self, *exc: Any) -> Any:
         leaves = super().__exit__(*exc)
+        self._written = {}
         self._region.close()
         self._region.drawing.__exit__(*exc)
         counters = SwapManager().counters
@@ -133,6 +137,8 @@ class ForwardMode(mindspore.MsDispatchMode):  # type: ignore[misc]
     def __ms_dispatch__(self, func: Any, args: Any, kwargs: Any = None) -> Any:
         """Run one op."""
         facts = facts_of(func.name)
+        if self._written and is_seen():
+            self._refuse_lost_gradient(args)
         if facts.is_ignored or self._region.is_replaying or not is_seen():
             return func(*args)
         if facts.is_random and facts.writes_first:
@@ -145,6 +151,8 @@ class ForwardMode(mindspore.MsDispatchMode):  # type: ignore[misc]
         entries = self._region.entries.setdefault(func.name, [])
         entries.append(None)  # what an exception inside the op leaves behind
         output = func(*args)
+        if facts.writes_first and compat.is_recording():
+            self._note_written(args)
         reason = replay_reason(facts, args, output)
         if reason is not None and not (facts.is_random and reason == "factory"):
             self._replayed[reason] = self._replayed.get(reason, 0) + 1
@@ -198,6 +206,23 @@ class ForwardMode(mindspore.MsDispatchMode):  # type: ignore[misc]
         self._region.engines.add(engine)
         return packer.swap(engine, tensor, nbytes, index=self._index)
 
+    def _note_written(self, args: Any) -> None:
+        """A tensor without a past that takes values with one must have it when it is next seen."""
+        written, *sources = tensors_in(args)
+        is_plain = written.param_info is None and not written._requires_grad
+        if is_plain and any(source._requires_grad for source in sources):
+            self._written[storage_key(written)] = alias(written)
+
+    def _refuse_lost_gradient(self, args: Any) -> None:
+        for tensor in tensors_in(args):
+            if self._written.pop(storage_key(tensor), None) is None or tensor._requires_grad:
+                continue
+            raise ActivationError(
+                f"{self._region.where}: a tensor {tuple(tensor.shape)} {tensor.dtype} was filled in place and lost its gradient; "
+                "because MindSpore does not record that for what mint.empty returns, where a dispatch mode looks on; use "
+                "mint.zeros there"
+            )
+
     def _protect_written(self, args: Any) -> None:
         """Rule 3, before the op runs."""
         for tensor in tensors_in(args)[:1]:
@@ -213,11 +238,13 @@ class ReplayMode(mindspore.MsDispatchMode):  # type: ignore[misc]
         self._region = region
         self._counts: dict[str, int] = {}
         self._used: list[Handle] = []
+        self._made: dict[int, Any] = {}  # address of what a factory returned -> an alias, so that it names nothing else
         self._drawing = DrawingAgain(region.drawing)
 
     def __enter__(self) -> ReplayMode:
         self._counts = {}
         self._used = []
+        self._made = {}
         self._drawing.__enter__()
         self._region.is_replaying = True
         task = current_task(self._region.position)
@@ -230,6 +257,7 @@ class ReplayMode(mindspore.MsDispatchMode):  # type: ignore[misc]
     def __exit__(self, *exc: Any) -> Any:
         leaves = super().__exit__(*exc)
         self._region.is_replaying = False
+        self._made = {}
         # The replayed graph holds what it still needs; our own reference would keep all of it to the region's end.
         for handle in self._used:
             handle.record.engine.let_go(handle.record)
@@ -255,6 +283,10 @@ class ReplayMode(mindspore.MsDispatchMode):  # type: ignore[misc]
             )
         entry = entries[at]
         if entry is None:
+            output = func(*args)
+            self._note_made(func, args, output)
+            return output
+        if self._made and self._would_wait(func, facts, args):
             return func(*args)
         refuse_second_order(self._region.where)
         inputs = _shapes_of(args)
@@ -265,6 +297,33 @@ class ReplayMode(mindspore.MsDispatchMode):  # type: ignore[misc]
                 "and dtypes again."
             )
         return _map_packed(entry.output, self._hand_out_copy if entry.is_changed_later else self._hand_out)
+
+    def _note_made(self, func: Any, args: Any, output: Any) -> None:
+        """Remember what a factory made, what comes of that alone, and what item assignment put in its place."""
+        read = tensors_in(args)
+        if read and not self._has_made(read):
+            return
+        is_assignment = func.name.startswith(("TensorScatter", "Select"))
+        if is_assignment or not any(tensor._requires_grad for tensor in read):
+            self._made.update((storage_key(tensor), alias(tensor)) for tensor in tensors_in((output,)))
+
+    def _has_made(self, tensors: list[Any]) -> bool:
+        return any(storage_key(tensor) in self._made for tensor in tensors)
+
+    def _would_wait(self, func: Any, facts: OpFacts, args: Any) -> bool:
+        """Whether MindSpore would wait for ever for our answer.
+
+        What a factory returned through a mode is never done being made for an older primitive that a mode answers for. Such
+        an op runs again instead, which gives the same bytes, unless it draws.
+        """
+        if inputs_of(args) is args or not self._has_made(tensors_in(args)):
+            return False
+        if facts.is_random:
+            raise ActivationError(
+                f"{self._region.where}: cannot hand out what {func.name} drew in forward; because it was given a tensor that "
+                "the region makes itself, and MindSpore would wait for that for ever; make the tensor outside the region"
+            )
+        return True
 
     def _run_ahead(self, func: Any, facts: OpFacts, args: Any) -> Any:
         """Rule 6: an op that forward has not come to."""
@@ -288,8 +347,7 @@ class ReplayMode(mindspore.MsDispatchMode):  # type: ignore[misc]
         value = packed.tensor if isinstance(packed, Kept) else packed.unpack_value(checks_version=False)
         if isinstance(packed, Handle):
             self._used.append(packed)
-        with unseen():
-            return value.copy()
+        return copied(value)
 
 
 def _settled(packed: Kept | Handle) -> Kept | Handle:
@@ -301,8 +359,7 @@ def _settled(packed: Kept | Handle) -> Kept | Handle:
         value = packed.view.over(packed.record.device_bytes)
     else:
         value = packed.tensor
-    with unseen():
-        return Kept(value.copy(), packed.where)
+    return Kept(copied(value), packed.where)
 
 
 def _shapes_of(args: Any) -> Shapes:
