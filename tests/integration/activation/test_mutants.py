@@ -20,7 +20,16 @@ from hyper_parallel.testing import SimulationError, simulated_accelerator
 from hyper_parallel.testing.simulation import Simulation
 from hyper_parallel.testing.streams import SimulatedEvent, SimulatedStream
 
-from . import test_failures_cost, test_failures_schedule, test_promises, test_scenarios, test_schedule
+from . import (
+    test_failures_cost,
+    test_failures_schedule,
+    test_kept_bytes_as_gradients,
+    test_promises,
+    test_replayed_graph,
+    test_scenarios,
+    test_schedule,
+    test_version_counters,
+)
 from .kinds import KINDS, Kind
 from .mutation import Edit, Mutant
 
@@ -132,6 +141,13 @@ def in_place_twice(policy: CheckpointPolicy) -> Callable[[], None]:
 
 
 PROBES: dict[str, Callable[[], None]] = {
+    "bytes returned as a gradient": lambda: test_kept_bytes_as_gradients.test_swapped_and_zeroed_between_two_backwards(
+        2**20, swap_inputs=False
+    ),
+    "pieces of one storage": lambda: test_version_counters.test_pieces_that_change_one_after_the_other(),
+    "gradient inside a region": lambda: test_replayed_graph.test_a_gradient_inside_a_region(
+        CheckpointPolicy.MUST_SAVE, early_stop=True
+    ),
     "one step": scenario("one_step", "swap"),
     "one step, all swapped": scenario("one_step", "all_swapped"),
     "two backwards": scenario("backward_twice_with_retain_graph", "swap", prefetch_bytes=10**6),
@@ -371,6 +387,27 @@ MUTANTS: tuple[Mutant, ...] = (
         (Edit(f"{ENGINE}.end_of_task", "self._let_go(record)", "pass"),),
         "retained graph",
         r"live_bytes",
+    ),
+    Mutant(
+        "what is handed out is held by nobody",
+        (Edit(f"{TORCH}.packed:Handle._over", "views[self.view] = made, made._version", "pass"),),
+        "bytes returned as a gradient",
+        r"equal",
+    ),
+    Mutant(
+        "the same number on another counter counts",
+        (
+            Edit(f"{TORCH}.saved_tensors:is_changed_piece", "tensor._version > 0", "False"),
+            Edit(f"{TORCH}.saved_tensors:share_key", "root.nbytes == storage.nbytes()", "True"),
+        ),
+        "pieces of one storage",
+        r"equal",
+    ),
+    Mutant(
+        "a forward counts the ops of a replay inside it",
+        (Edit(f"{TORCH}.selective:ForwardMode.__torch_dispatch__", "_DEPTH.replays != self._depth", "False"),),
+        "gradient inside a region",
+        r"equal|with inputs",
     ),
     Mutant(
         "every record counts as reachable",

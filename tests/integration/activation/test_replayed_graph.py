@@ -35,3 +35,26 @@ def test_a_kept_value_does_not_hold_the_graph_of_the_replay(policy: CheckpointPo
             out.sum().backward(retain_graph=True)
         assert len(made) == 2
         assert all(reference.expired() for reference in made)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("answer", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_SWAP], ids=["saved", "swapped"])
+def test_a_gradient_inside_a_region(answer: CheckpointPolicy, early_stop: bool) -> None:
+    """A penalty or a meta step: torch replays the region while its forward still runs."""
+    asked: list[Any] = []
+
+    def every_second(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        asked.append(op)
+        return answer if len(asked) % 2 else CheckpointPolicy.MUST_RECOMPUTE
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        (slope,) = torch.autograd.grad(x.sin().sum(), x, create_graph=True)
+        again = slope.detach().requires_grad_()
+        return slope * torch.autograd.grad(again.sin().exp().sum(), again)[0]
+
+    x = batch()
+    (wanted,) = torch.autograd.grad(region(x * 2).sum(), x)
+    with simulated_accelerator(window_bytes=0):
+        y = hp.checkpoint(region, x * 2, policy_fn=every_second, early_stop=early_stop)
+        (got,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(got, wanted)

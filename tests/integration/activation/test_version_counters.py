@@ -73,6 +73,19 @@ def test_a_packed_sequence(way: str) -> None:
     assert torch.equal(got, wanted)
 
 
+def test_pieces_that_change_one_after_the_other() -> None:
+    x = batch()
+
+    def gates(x: torch.Tensor) -> torch.Tensor:
+        left, right = (x * 2).unsafe_chunk(2)
+        return left.sigmoid_().sum() + right.exp_().sum()  # each saves itself, at version 1 of its own counter
+
+    (wanted,) = torch.autograd.grad(gates(x), x)
+    with simulated_accelerator(window_bytes=0):
+        (got,) = torch.autograd.grad(hp.swap(gates, x), x)
+    assert torch.equal(got, wanted)
+
+
 def test_an_output_that_its_own_op_and_the_next_one_save_is_copied_once() -> None:
     x = batch()
     with simulated_accelerator() as sim:
