@@ -2,10 +2,12 @@
 
     python scripts/fuzz.py --programs 20000 --seed 0 --jobs 2 --output out.json
     python scripts/fuzz.py --programs 500 --device cuda --output gpu.json
+    python scripts/fuzz.py --programs 300 --territory foreign --output foreign.json
 
 Every program runs with and without us, on the simulated accelerator or on a real device with slowed copies, and must give
-the same bytes. Run it again with the same output to go on where it stopped. Each failure is shrunk and written as a
-stand-alone script beside the output. Exit status: 0 no failure, 1 failures, 2 wrong usage.
+the same bytes. A territory is what programs are made of: ``first`` is that of the first recorded runs, ``wide`` has everything,
+the others have much of one thing. Run it again with the same output to go on where it stopped. Each failure is shrunk and
+written as a stand-alone script beside the output. Exit status: 0 no failure, 1 failures, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ LIMIT_S = 120.0  # for one program; a hang is a failure like any other
 # ------------------------------------------------------------------ the worker
 
 
-def work(connection: Any, seed: int, device: str, shrink_s: float) -> None:
+def work(connection: Any, seed: int, territory: str, device: str, shrink_s: float) -> None:
     """Judge program numbers as they come; runs in a process of its own, so that a crash is only a result."""
     _prepare(device)
     from fuzz.generate import program_number
@@ -44,7 +46,7 @@ def work(connection: Any, seed: int, device: str, shrink_s: float) -> None:
 
     shrunk: collections.Counter[str] = collections.Counter()
     for number in iter(connection.recv, None):
-        program = program_number(seed, number)
+        program = program_number(seed, number, territory)
         started = time.perf_counter()
         verdict = judge(program, device)
         reply = {
@@ -59,7 +61,9 @@ def work(connection: Any, seed: int, device: str, shrink_s: float) -> None:
             shrunk[signature(verdict.detail)] += 1
             is_new = shrink_s > 0 and shrunk[signature(verdict.detail)] <= MOST_SHRUNK
             smaller = _shrunk(program, verdict.detail, device, shrink_s) if is_new else program
-            title = f"Program {number} of seed {seed}. {judge(smaller, device).detail or verdict.detail}"
+            title = (
+                f"Program {number} of seed {seed} in {territory!r}. {judge(smaller, device).detail or verdict.detail}"
+            )
             reply["script"] = program_to_script(smaller, title)
         connection.send(reply)
 
@@ -97,6 +101,7 @@ class Summary:
 
     seed: int
     device: str
+    territory: str = "first"  # where a file does not say: there was no other
     programs: int = 0
     seconds: float = 0.0
     kinds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -107,15 +112,16 @@ class Summary:
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def begun(cls, path: pathlib.Path, seed: int, device: str) -> Summary:
+    def begun(cls, path: pathlib.Path, seed: int, device: str, territory: str) -> Summary:
         """The summary in ``path``, if it is of the same run, else a new one."""
         if not path.exists():
-            return cls(seed=seed, device=device, versions=_versions(device))
+            return cls(seed=seed, device=device, territory=territory, versions=_versions(device))
         data = json.loads(path.read_text())
-        if (data["seed"], data["device"]) != (seed, device):
+        known = data["seed"], data["device"], data.get("territory", "first")
+        if known != (seed, device, territory):
             raise SystemExit(
-                f"fuzz: cannot go on with {path}: it is of seed {data['seed']} on {data['device']}, asked for seed {seed} on "
-                f"{device}. Name another output."
+                "fuzz: cannot go on with {}: it is of seed {} on {} in {}, asked for seed {} on {} in {}. Name another "
+                "output.".format(path, *known, seed, device, territory)
             )
         data.pop("schema")
         data.pop("mismatches")
@@ -185,7 +191,7 @@ def run(options: argparse.Namespace) -> Summary:
         TimeRemainingColumn,
     )
 
-    summary = Summary.begun(options.output, options.seed, options.device)
+    summary = Summary.begun(options.output, options.seed, options.device, options.territory)
     chunks = summary.todo(options.programs)
     columns = (
         TextColumn("{task.description}"),
@@ -197,7 +203,7 @@ def run(options: argparse.Namespace) -> Summary:
     console = Console(stderr=True)
     shrink_s = 0.0 if options.no_shrink else options.limit_s / 2  # the answer must come before the limit
     workers = [
-        Worker((options.seed, options.device, shrink_s), limit_s=options.limit_s, target=work)
+        Worker((options.seed, options.territory, options.device, shrink_s), limit_s=options.limit_s, target=work)
         for _ in range(min(options.jobs, len(chunks)))
     ]
     with Progress(*columns, console=console) as progress:
@@ -234,6 +240,13 @@ def _note_failure(summary: Summary, reply: dict[str, Any], options: argparse.Nam
         )
 
 
+def _territories() -> list[str]:
+    sys.path[:0] = [str(ROOT / "tests")]
+    from fuzz.territory import TERRITORIES
+
+    return list(TERRITORIES)
+
+
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -244,6 +257,7 @@ def main() -> int:
         "--output", type=pathlib.Path, default=pathlib.Path("fuzz.json"), help="summary, also to go on from"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: the simulated accelerator")
+    parser.add_argument("--territory", choices=_territories(), default="wide", help="what programs are made of")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds for one program; then it is a failure")
     parser.add_argument("--no-shrink", action="store_true", help="write failures as they are")
     options = parser.parse_args()

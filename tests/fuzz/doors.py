@@ -6,11 +6,14 @@ Pasted into the scripts that failures print, before ``harness``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 
 class Planned(Exception):
@@ -23,8 +26,10 @@ class Plain:
     ``exact``: nothing is recomputed, and every saved value is copied when it is saved. These are the gradients that the
     mathematics means, also where a later change in place makes torch raise.
     ``bare``: nothing is recomputed, and torch's own check for changes in place is on.
-    ``hooked``: hooks that keep every value stand where ours would. What torch itself leaves behind under hooks, after an
+    ``hooked``: hooks that keep every value stand where ours might. What torch itself leaves behind under hooks, after an
     error inside backward, is not our leak.
+    ``alike``: hooks that keep every value stand where ours do, and tensors come by position where we pass them so. Both
+    change how often torch replays nested checkpoints.
     """
 
     def __init__(self, way="plain"):
@@ -36,7 +41,7 @@ class Plain:
         return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda copy: copy)
 
     def _hooks(self):
-        if self.way != "hooked":
+        if self.way not in ("hooked", "alike"):
             return contextlib.nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor.detach(), tensor._version), unchanged)
 
@@ -49,9 +54,11 @@ class Plain:
     ):
         if self.way in ("exact", "bare"):
             return function(*args, **kwargs)
+        if self.way == "alike":
+            function, args, kwargs = by_position(function, args, kwargs, takes_box=swap_inputs)
         if "early_stop" in inspect.signature(torch_checkpoint).parameters:
             kwargs["early_stop"] = early_stop
-        with self._hooks():
+        with self._hooks() if swap_inputs or self.way == "hooked" else contextlib.nullcontext():
             return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
 
     def swap_wrapper(self, function, **settings):
@@ -68,6 +75,66 @@ class Plain:
 
     class CheckpointPolicy:
         MUST_SAVE = PREFER_SAVE = MUST_RECOMPUTE = PREFER_RECOMPUTE = MUST_SWAP = None
+
+
+# ---------------------------------------------------------------- what users have around us
+
+
+def by_position(function, args, kwargs, takes_box):
+    """A call that gives by position what a program gives by keyword or in a box."""
+    names = tuple(kwargs)
+    if names:
+        return (lambda *values: function(**dict(zip(names, values)))), tuple(kwargs.values()), {}
+    if takes_box and args and isinstance(args[0], dict):
+        return (lambda *values: function({**args[0], "values": list(values)})), tuple(args[0]["values"]), {}
+    return function, args, kwargs
+
+
+def torch_checkpoint_of(hp, function, *args, **kwargs):
+    if isinstance(hp, Plain) and hp.way != "alike":
+        return hp.checkpoint(function, *args, **kwargs)
+    return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def torch_reentrant_of(hp, function, *args):
+    if isinstance(hp, Plain) and hp.way in ("exact", "bare"):
+        return function(*args)
+    return torch_checkpoint(function, *args, use_reentrant=True)
+
+
+def torch_selective_of(hp, function, *args, **kwargs):
+    if isinstance(hp, Plain) and hp.way in ("exact", "bare"):
+        return function(*args, **kwargs)
+    saved = [torch.ops.aten.mm.default, torch.ops.aten.tanh.default, torch.ops.aten.mul.Tensor]
+    contexts = functools.partial(create_selective_checkpoint_contexts, saved)
+    return torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def copying_hooks():
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda copy: copy)
+
+
+class PassingMode(TorchDispatchMode):
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        return op(*args, **(kwargs or {}))
+
+
+class Block(torch.nn.Module):
+    """A function as a module, with its parameters and perhaps hooks."""
+
+    def __init__(self, function, weights, hooks):
+        super().__init__()
+        self.function = function
+        self.weights = torch.nn.ParameterList(weight for weight in weights if isinstance(weight, torch.nn.Parameter))
+        if hooks == "forward_hook":
+            self.register_forward_hook(lambda module, args, output: output * 2 if torch.is_tensor(output) else output)
+        elif hooks == "backward_hook":
+            self.register_full_backward_hook(
+                lambda module, inputs, outputs: tuple(None if grad is None else grad / 2 for grad in inputs)
+            )
+
+    def forward(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
 
 
 def unchanged(kept):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from fuzz.operations import SPECS
 from fuzz.program import Action, Op, Policy, Program, Settings, Span, Tensor
+from fuzz.territory import POLICIES, TERRITORIES, WIDE, Territory
+from fuzz.vocabulary import SPECS
 
 __all__ = ["Choices", "HypothesisChoices", "RandomChoices", "generate", "program_number"]
 
@@ -50,42 +52,6 @@ class HypothesisChoices:
         return int(self._draw(self._strategies.integers(low, high)))
 
 
-_MATRICES = ("linear", "linear", "linear_bias", "matmul", "attention", "bmm", "embedding", "layer_norm", "layer_norm")
-_POINTWISE = (
-    "tanh",
-    "relu",
-    "gelu",
-    "sigmoid",
-    "exp",
-    "sin",
-    "square",
-    "softmax",
-    "log_softmax",
-    "plain_norm",
-    "custom",
-)
-_BINARY = ("add", "mul", "sub", "div", "where", "cat", "stack", "branch", "times_constant")
-_REDUCTIONS = ("mean", "total", "amax", "logsumexp", "cross_entropy", "gather", "sort")
-_VIEWS = ("transpose", "narrow", "columns", "select", "chunk", "split_views", "expand", "flatten", "unsqueeze", "strided",
-          "constant", "weight_view", "contiguous")  # fmt: skip
-_WRITES = tuple(name for name, spec in SPECS.items() if spec.writes)
-_RANDOM = ("dropout", "noise", "bernoulli", "attention_dropout")
-_OTHER = ("cast", "cast", "detach", "clone", "empty", "mark", "mark", "mark_tree", "gate")
-_FAMILIES = (_POINTWISE, _MATRICES, _BINARY, _VIEWS, _WRITES, _POINTWISE, _MATRICES, _BINARY, _VIEWS, _POINTWISE, _OTHER,
-             _MATRICES, _POINTWISE, _MATRICES, _RANDOM, _REDUCTIONS)  # fmt: skip
-_CALM_FAMILIES = tuple(family for family in _FAMILIES if family is not _WRITES)
-
-_SPAN_KINDS = ("swap", "checkpoint", "swap_wrapper", "checkpoint", "checkpoint_wrapper", "plain", "no_grad", "autocast",
-               "checkpoint", "swap", "checkpoint_wrapper", "swap_wrapper", "swap", "checkpoint", "swap_wrapper")  # fmt: skip
-_POLICIES = ("MUST_SAVE", "MUST_SWAP", "PREFER_SAVE", "MUST_RECOMPUTE", "PREFER_RECOMPUTE", "MUST_SWAP", "MUST_SWAP")
-_POLICY_OPS = (
-    "mm", "addmm", "bmm", "mul", "add", "tanh", "exp", "relu", "sigmoid", "gelu", "_softmax", "native_layer_norm",
-    "native_dropout", "bernoulli", "rand_like", "clone", "sin", "cat", "sum", "div", "sub", "where", "_to_copy",
-    "view", "add_", "mul_", "bernoulli_", "_scaled_dot_product_flash_attention_for_cpu", "stack", "sort", "gather",
-    "pow", "t", "slice", "embedding", "max", "amax", "logsumexp", "_unsafe_view", "empty_like", "nll_loss_forward",
-)  # fmt: skip
-
-
 def _chance(choices: Choices, percent: int) -> bool:
     return choices.integer(0, 99) >= 100 - percent
 
@@ -93,11 +59,17 @@ def _chance(choices: Choices, percent: int) -> bool:
 class _Draft:
     """One program in the making."""
 
-    def __init__(self, choices: Choices) -> None:
+    def __init__(self, choices: Choices, territory: Territory) -> None:
         self.choices = choices
+        self.territory = territory
         self.left = choices.integer(2, 18)  # operations
-        self.families = _FAMILIES if _chance(choices, 45) else _CALM_FAMILIES
+        self.families = territory.families if _chance(choices, 45) else territory.calm_families
         self.spans_left = choices.integer(1, 6)
+
+    def rarely(self, options: tuple[str, ...]) -> str:
+        """One of the options, where the territory has them."""
+        percent = self.territory.rare_percent
+        return self.choices.one_of(options) if percent and _chance(self.choices, percent) else "none"
 
     def ref(self) -> int:
         """Mostly recent values, sometimes far back."""
@@ -131,7 +103,7 @@ class _Draft:
 
     def span(self, depth: int) -> Span:
         choices = self.choices
-        kind = choices.one_of(_SPAN_KINDS)
+        kind = choices.one_of(self.territory.span_kinds)
         is_checkpoint = kind.startswith("checkpoint")
         return Span(
             kind=kind,
@@ -147,14 +119,15 @@ class _Draft:
             else choices.one_of(("none", "none", "none", "none", "none", "save_even", "all_save")),
             early_stop=not _chance(choices, 10),
             config=self.config() if _chance(choices, 10) else (),
+            module=self.rarely(("module", "forward_hook", "backward_hook")) if kind.endswith("_wrapper") else "none",
         )
 
     def policy(self) -> Policy:
         choices = self.choices
         form = choices.one_of(("function", "list", "bools", "cycle", "function"))
-        names = {choices.one_of(_POLICY_OPS) for _ in range(choices.integer(0, 10))}
-        table = tuple((name, choices.one_of(_POLICIES)) for name in sorted(names))
-        return Policy(form=form, table=table, otherwise=choices.one_of(_POLICIES[::-1]))
+        names = {choices.one_of(self.territory.policy_ops) for _ in range(choices.integer(0, 10))}
+        table = tuple((name, choices.one_of(POLICIES)) for name in sorted(names))
+        return Policy(form=form, table=table, otherwise=choices.one_of(POLICIES[::-1]))
 
     def config(self) -> tuple[tuple[str, Any], ...]:
         choices = self.choices
@@ -246,12 +219,14 @@ def _schedule(choices: Choices) -> tuple[tuple[Action, ...], ...]:
     return threads
 
 
-def generate(choices: Choices) -> Program:
+def generate(choices: Choices, territory: Territory = WIDE) -> Program:
     """One program."""
-    draft = _Draft(choices)
+    draft = _Draft(choices, territory)
     is_wild = _chance(choices, 10)
     body = draft.body(0, 20)
-    return Program(
+    if territory.autocast_percent and _chance(choices, territory.autocast_percent):
+        body = (Span(kind="autocast", body=body),)
+    program = Program(
         body=body,
         outs=draft.outs(),
         threads=_schedule(choices),
@@ -260,8 +235,23 @@ def generate(choices: Choices) -> Program:
         is_wild=is_wild,
         **_tensors(choices),
     )
+    return _with_rare_parts(program, draft) if territory.rare_percent else program
 
 
-def program_number(seed: int, number: int) -> Program:
+def _with_rare_parts(program: Program, draft: _Draft) -> Program:
+    weights = tuple(
+        dataclasses.replace(
+            weight, is_parameter=draft.rarely(("leaf",)) == "none", hook=draft.rarely(("tensor", "accumulated"))
+        )
+        for weight in program.weights
+    )
+    at = draft.choices.integer(0, 25)
+    both = Action(kind="both", at=at)
+    shared = ((_f(0), both, _b(0)), (_f(0), _f(1), both, _b(1), both, _b(0)))
+    threads = program.threads if draft.rarely(("both",)) == "none" else (draft.choices.one_of(shared),)
+    return dataclasses.replace(program, weights=weights, threads=threads)
+
+
+def program_number(seed: int, number: int, territory: str = "wide") -> Program:
     """The ``number``-th program of a long run with this seed."""
-    return generate(RandomChoices(seed * 1_000_000_007 + number))
+    return generate(RandomChoices(seed * 1_000_000_007 + number), TERRITORIES[territory])

@@ -7,6 +7,7 @@ Two runs are equal when their lists are. This file is pasted whole into the scri
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import random
@@ -58,10 +59,25 @@ def kind_of(error):
 
 
 def make(description, seed, device, wants_grad=True):
-    shape, dtype, requires_grad = description
+    shape, dtype, requires_grad = description[:3]
     generator = torch.Generator().manual_seed(seed)
     value = torch.randn(shape, generator=generator).to(device=device, dtype=getattr(torch, dtype))
     return value.requires_grad_(requires_grad and wants_grad)
+
+
+def halve_gradient(leaf):
+    leaf.grad.mul_(0.5)
+
+
+def make_weight(description, seed, device):
+    value = make(description, seed, device, wants_grad=False).mul(0.5)
+    requires_grad, is_parameter, hook = description[2:]
+    weight = torch.nn.Parameter(value, requires_grad) if is_parameter else value.requires_grad_(requires_grad)
+    if requires_grad and hook == "tensor":
+        weight.register_hook(lambda grad: grad * 2)
+    elif requires_grad and hook == "accumulated":
+        weight.register_post_accumulate_grad_hook(halve_gradient)
+    return weight
 
 
 class Run:
@@ -175,6 +191,28 @@ class Run:
             sum(squares[1:], squares[0]).backward()
             self.log(f"{label} weight", [weight.grad for weight in self.weights])
 
+    def both(self, label, batch, at, retain):
+        """Two threads go through one retained graph at once, each for gradients of its own."""
+        loss = self.losses.get(batch)
+        leaves = self._leaves(batch)
+        if loss is None or not leaves:
+            return
+        chosen = [leaves[at % len(leaves) :][:2], leaves[::-1][at % len(leaves) :][:2]]
+        found = [None, None]
+
+        def work(me):
+            try:
+                found[me] = torch.autograd.grad(loss, chosen[me], retain_graph=True, allow_unused=True)
+            except Exception as error:
+                found[me] = kind_of(error)  # not the error: it holds this frame, which holds it
+
+        in_threads([functools.partial(work, me) for me in range(2)])
+        for me, grads in enumerate(found):
+            if isinstance(grads, str):
+                self.entries.append((f"{self.me}: {label} thread {me} error", grads))
+            else:
+                self.log(f"{label} thread {me}", grads)
+
     def drop(self, label, batch, at, retain):
         self.losses.pop(batch, None)
 
@@ -203,10 +241,7 @@ def run_program(program, hp, device):
     runs = []
     for me in range(len(threads)):
         # Weights of its own: how often turns change inside backward depends on what is recomputed.
-        weights = [
-            torch.nn.Parameter(make(tensor, 7 + index, device, wants_grad=False).mul(0.5), requires_grad=tensor[2])
-            for index, tensor in enumerate(program["WEIGHTS"])
-        ]
+        weights = [make_weight(tensor, 7 + index, device) for index, tensor in enumerate(program["WEIGHTS"])]
         model = program["build"](hp, weights, constants, tick)
         runs.append(Run(program, model, weights, tick, device, me, hp))
     if len(runs) == 1:
@@ -217,10 +252,24 @@ def run_program(program, hp, device):
 
 
 def _perform_in_threads(runs, threads, tick):
+    def work(run, actions):
+        try:
+            tick.wait(run.me)
+            run.perform(actions)
+        except Exception as error:
+            run.entries.append((f"{run.me}: thread", kind_of(error)))
+        finally:
+            tick.end(run.me)
+
+    in_threads([functools.partial(work, *pair) for pair in zip(runs, threads)])
+
+
+def in_threads(works):
+    """Each in a thread of its own, under the dispatch modes and the settings of this one."""
     modes = _get_current_dispatch_mode_stack()
     settings = _settings_now()
 
-    def work(run, actions):
+    def under_modes(work):
         with contextlib.ExitStack() as stack:
             for mode in modes:
                 stack.enter_context(mode)
@@ -228,15 +277,9 @@ def _perform_in_threads(runs, threads, tick):
                 from hyper_parallel import configure
 
                 stack.enter_context(configure(settings))
-            try:
-                tick.wait(run.me)
-                run.perform(actions)
-            except Exception as error:
-                run.entries.append((f"{run.me}: thread", kind_of(error)))
-            finally:
-                tick.end(run.me)
+            work()
 
-    workers = [threading.Thread(target=work, args=pair, daemon=True) for pair in zip(runs, threads)]
+    workers = [threading.Thread(target=under_modes, args=(work,), daemon=True) for work in works]
     for worker in workers:
         worker.start()
     for worker in workers:

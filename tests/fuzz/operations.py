@@ -8,7 +8,6 @@ views, so that programs are full of them.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +20,15 @@ class Spec:
     """What the generator and the lowering need to know of an operation."""
 
     ins: int = 1
-    weights: str = ""  # one letter each: m(atrix), v(ector), c(onstant)
+    weights: str = ""  # one letter each: m(atrix), v(ector), c(onstant), b(uffer)
     outs: int = 1
     writes: bool = False  # changes its first operand in place
     aliases: bool = False  # the result may share bytes with an operand
     is_random: bool = False
     has_number: bool = False
     needs_tick: bool = False
+    takes_gradient: bool = False  # of its own, inside forward
+    is_shareable: bool = True  # by two backwards at once
 
 
 def fit(x, columns):
@@ -449,8 +450,3 @@ SPECS: dict[str, Spec] = {
     "sub_number_": Spec(writes=True, aliases=True, has_number=True),
     "dropout_": Spec(writes=True, aliases=True, is_random=True),
 }
-
-
-def function_of(name: str) -> Any:
-    """The function behind a name of ``SPECS``."""
-    return globals()[name]

@@ -3,7 +3,8 @@
 Verdicts
 --------
 ``equal``      every output, gradient and error kind is the same, bitwise. Where an error is planned inside a recompute: the
-               same as under hooks that keep every value, because any hooks move when and how often torch recomputes.
+               same as under hooks that keep every value, or with tensors by position, because any hooks and the way
+               arguments come move when and how often torch recomputes.
 ``guarded``    we raise InPlaceChangeError where torch's own check raises for the bare program, and its checkpoint hides it.
 ``refused``    we raise InPlaceChangeError where the run without us is right. Promised only as the lesser evil, and good only
                where the program changes something in place.
@@ -24,10 +25,10 @@ from typing import Any
 import torch
 
 import hyper_parallel
-from fuzz import doors, harness, operations
-from fuzz.operations import SPECS
-from fuzz.program import Op, Program, Span, spans_of
+from fuzz import doors, harness
+from fuzz.program import RECOMPUTED, Program, Span, ops_of, spans_of
 from fuzz.source import program_to_source
+from fuzz.vocabulary import FUNCTIONS, SPECS
 
 __all__ = ["Verdict", "features_of", "judge", "signature"]
 
@@ -50,12 +51,7 @@ class Verdict:
 
 def compiled(program: Program, device: str = "cpu") -> dict[str, Any]:
     """The names that the program's source defines."""
-    names = {name: operations.function_of(name) for name in SPECS}
-    names |= {
-        name: getattr(doors, name)
-        for name in ("function_policy", "bools_policy", "cycle_policy", "save_even", "all_save")
-    }
-    names |= {"torch": torch, "DEVICE": device}
+    names = {**vars(doors), **FUNCTIONS, "torch": torch, "DEVICE": device}
     exec(compile(program_to_source(program), "<fuzzed program>", "exec"), names)
     return names
 
@@ -88,12 +84,14 @@ def _compare(program: Program, names: dict[str, Any], reference: Any, ours: Any,
     if got[1] == "in-place" and writes_anything(program):
         return Verdict(kind="guarded" if is_hidden else "refused", detail=detail)
     exact = harness.run_once(names, doors.Plain("exact"), device)
-    is_checkpointed = any(span.kind.startswith("checkpoint") for span in spans_of(program.body))
+    is_checkpointed = any(span.kind in RECOMPUTED for span in spans_of(program.body))
     if exact.entries == ours.entries and (is_checkpointed or expected[1] != "in-place"):
         return Verdict(kind="exact", detail=detail)
     plans_an_error = any(action.kind == "fail_backward" for thread in program.threads for action in thread)
     if is_checkpointed and plans_an_error:
-        if harness.run_once(names, doors.Plain("hooked"), device).entries == ours.entries:
+        if any(
+            harness.run_once(names, doors.Plain(way), device).entries == ours.entries for way in ("alike", "hooked")
+        ):
             return Verdict(kind="equal")
         if is_hidden:
             return Verdict(kind="unjudged", detail=detail)
@@ -126,16 +124,12 @@ def writes_anything(program: Program) -> bool:
     """Whether something is changed in place, by the model or by its caller."""
     if any(action.kind == "edit" for thread in program.threads for action in thread):
         return True
-    return any(SPECS[op.name].writes for op in _ops(program.body))
-
-
-def _ops(body: tuple[Op | Span, ...]) -> list[Op]:
-    return [op for node in body for op in ([node] if isinstance(node, Op) else _ops(node.body))]
+    return any(SPECS[op.name].writes for op in ops_of(program.body))
 
 
 def features_of(program: Program) -> set[str]:
     """What the program contains, for counting."""
-    features = {f"op:{op.name}" for op in _ops(program.body)}
+    features = {f"op:{op.name}" for op in ops_of(program.body)}
     features |= {f"span:{span.kind}" for span in spans_of(program.body)}
     features |= {f"action:{action.kind}" for thread in program.threads for action in thread}
     features |= {f"timing:{program.settings.timing}", f"tiers:{'+'.join(program.settings.tiers)}"}
@@ -146,10 +140,13 @@ def features_of(program: Program) -> set[str]:
             features |= {f"policy form:{span.policy.form}"}
             features |= {f"policy:{answer}" for _, answer in span.policy.table}
         features |= {f"passing:{span.passing}", f"form:{span.form}"}
+        features |= {f"module:{span.module}"} if span.kind.endswith("_wrapper") else set()
+    features |= {f"weight hook:{weight.hook}" for weight in program.weights}
     flags = {
         "threads": len(program.threads) > 1,
         "wild": program.is_wild,
         "retain": any(action.retain for thread in program.threads for action in thread),
+        "leaf that is no parameter": not all(weight.is_parameter for weight in program.weights),
         "frozen weight": not all(weight.requires_grad for weight in program.weights),
         "empty input": any(0 in tensor.shape for tensor in program.inputs),
         "capped": program.settings.host_limit is not None,

@@ -12,7 +12,37 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["Action", "Op", "Policy", "Program", "Settings", "Span", "Tensor", "from_json", "spans_of", "to_json"]
+__all__ = [
+    "BLOCKS",
+    "RECOMPUTED",
+    "THEIRS",
+    "Action",
+    "Op",
+    "Policy",
+    "Program",
+    "Settings",
+    "Span",
+    "Tensor",
+    "from_json",
+    "ops_of",
+    "spans_of",
+    "to_json",
+]
+
+BLOCKS = {
+    "no_grad": "torch.no_grad()",
+    "autocast": "torch.autocast(DEVICE, torch.bfloat16)",
+    "enable_grad": "torch.enable_grad()",
+    "autocast_off": "torch.autocast(DEVICE, enabled=False)",
+    "autocast_uncached": "torch.autocast(DEVICE, torch.bfloat16, cache_enabled=False)",
+    "copying_hooks": "copying_hooks()",
+    "save_on_cpu": "torch.autograd.graph.save_on_cpu()",
+    "passing_mode": "PassingMode()",
+}
+"""Spans that are a ``with`` block: what stands behind the ``with``."""
+
+THEIRS = ("torch_checkpoint", "torch_reentrant", "torch_selective")  # regions of torch's own, with us and without us
+RECOMPUTED = ("checkpoint", "checkpoint_wrapper", *THEIRS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +68,7 @@ class Policy:
 class Span:
     """A part of the model that runs through a door."""
 
-    kind: str  # swap | swap_wrapper | checkpoint | checkpoint_wrapper | plain | no_grad | autocast
+    kind: str  # a door of ours, plain, or one of BLOCKS and THEIRS
     body: tuple[Op | Span, ...] = ()
     outs: tuple[int, ...] = (0,)
     form: str = "tuple"  # of several outputs: tuple | list | dict
@@ -49,6 +79,7 @@ class Span:
     tensor_policy: str = "none"  # of swaps: none | save_even | all_save
     early_stop: bool = True
     config: tuple[tuple[str, Any], ...] = ()  # settings of this span only
+    module: str = "none"  # of wrappers: none | module | forward_hook | backward_hook
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +89,8 @@ class Tensor:
     shape: tuple[int, ...]
     dtype: str = "float32"
     requires_grad: bool = True
+    is_parameter: bool = True  # of weights: a Parameter, or a leaf that is none
+    hook: str = "none"  # of weights: none | tensor | accumulated
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,6 +140,15 @@ def spans_of(body: tuple[Op | Span, ...]) -> Iterator[Span]:
         if isinstance(node, Span):
             yield node
             yield from spans_of(node.body)
+
+
+def ops_of(body: tuple[Op | Span, ...]) -> Iterator[Op]:
+    """Every operation, in order."""
+    for node in body:
+        if isinstance(node, Op):
+            yield node
+        else:
+            yield from ops_of(node.body)
 
 
 def to_json(program: Program) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from fuzz.operations import Spec, fit, like, own, small, two
+from fuzz.operations import fit, like, own, small, two
 
 # ---------------------------------------------------------------- ops of other packages
 
@@ -63,9 +63,7 @@ def _keep_second(ctx, inputs, output):
     ctx.save_for_backward(output[1])
 
 
-_halves.register_autograd(
-    lambda ctx, grads: grads[0] / 2 + grads[1] * ctx.saved_tensors[0], setup_context=_keep_second
-)
+_halves.register_autograd(lambda ctx, grads: grads[0] / 2 + grads[1] * ctx.saved_tensors[0], setup_context=_keep_second)
 
 
 @_foreign("thinned", "(Tensor x) -> Tensor")
@@ -301,7 +299,7 @@ def function_held(x):
 
 
 def function_dirty_(x):
-    return Dirties.apply(own(x))
+    return Dirties.apply(x.clone() if x._is_view() else own(x))
 
 
 def function_once(x, y):
@@ -461,64 +459,3 @@ def running(x, buffer):
     with torch.no_grad():
         buffer.mul_(0.75).add_(x.float().mean().nan_to_num())
     return x + buffer.to(x.dtype)
-
-
-_ONE = Spec()
-_PAIR = Spec(ins=2)
-_DRAW = Spec(is_random=True)
-_DRAW_FRESH = Spec(has_number=True)
-
-FAMILIES = {
-    "foreign": {
-        "foreign_wave": _ONE,
-        "foreign_pair": Spec(outs=2),
-        "foreign_halves": Spec(outs=2),
-        "foreign_thinned": _DRAW,
-        "foreign_sprinkled": _DRAW,
-        "foreign_numbers": _DRAW,
-        "foreign_add_onto_": Spec(ins=2, writes=True, aliases=True),
-        "foreign_shake_": Spec(writes=True, is_random=True),
-    },
-    "functions": {
-        "function_input": _ONE,
-        "function_output": _ONE,
-        "function_middle": _ONE,
-        "function_nothing": _ONE,
-        "function_held": _ONE,
-        "function_dirty_": Spec(writes=True, aliases=True),
-        "function_once": _PAIR,
-        "function_half": _PAIR,
-        "function_steps": Spec(outs=2),
-        "function_through": Spec(aliases=True),
-        "function_recomputes": _ONE,
-    },
-    "draws": {
-        "draw_rand": _DRAW,
-        "draw_randn": _DRAW,
-        "draw_into_empty": _DRAW,
-        "draw_uniform": _DRAW,
-        "draw_order": _DRAW,
-        "draw_integers": _DRAW,
-        "draw_by_generator": _DRAW_FRESH,
-        "draw_thinned_by_generator": _DRAW_FRESH,
-    },
-    "leaves": {
-        "fresh_leaf": Spec(aliases=True),
-        "fresh_parameter": Spec(aliases=True),
-        "linear_of_values": _PAIR,
-        "gradient_inside": _ONE,
-        "gradient_penalty": _ONE,
-        "hooked": _ONE,
-        "hooked_and_kept": _ONE,
-    },
-    "layouts": {
-        "complex_product": _PAIR,
-        "complex_conjugate": _PAIR,
-        "complex_negative": _PAIR,
-        "complex_wave": _ONE,
-        "zero_stride": _ONE,
-        "unfolded": Spec(aliases=True),
-        "batch_norm": _ONE,
-        "running": Spec(weights="b"),
-    },
-}

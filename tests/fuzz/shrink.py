@@ -86,7 +86,7 @@ def _tensor_lists(tensors: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
         if shorter:
             yield shorter
     for number, tensor in enumerate(tensors):
-        simpler = [dataclasses.replace(tensor, dtype="float32"), dataclasses.replace(tensor, requires_grad=True)]
+        simpler = list(_towards(tensor, Tensor(shape=tensor.shape)))
         simpler += [
             dataclasses.replace(tensor, shape=tuple(min(size, most) for size in tensor.shape)) for most in (1, 2, 4)
         ]

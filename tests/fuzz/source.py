@@ -15,13 +15,15 @@ import re
 import textwrap
 from typing import Any
 
-from fuzz import doors, harness, operations
-from fuzz.operations import SPECS
-from fuzz.program import Op, Policy, Program, Span, to_json
+from fuzz import doors, harness, operations, rare
+from fuzz.program import BLOCKS, RECOMPUTED, THEIRS, Op, Policy, Program, Span, ops_of, to_json
+from fuzz.vocabulary import RARE, SPECS
 
 __all__ = ["program_to_script", "program_to_source"]
 
 _CHECKPOINTS = ("checkpoint", "checkpoint_wrapper")
+_RARE = frozenset(name for family in RARE.values() for name in family)
+_HELPERS_OF_RARE = " fit like own small two"
 _BORROWED = -1  # the root of constants and weights: nobody writes those
 
 
@@ -43,10 +45,15 @@ class Lowering:
         self.definitions: list[str] = []
         self._values = 0
         self._spans = 0
-        self._ticks = (
-            any(action.kind.startswith("fail") for actions in program.threads for action in actions)
-            or len(program.threads) > 1
-        )
+        self._has_buffers = False
+        kinds = {action.kind for actions in program.threads for action in actions}
+        self._ticks = any(kind.startswith("fail") for kind in kinds) or len(program.threads) > 1
+        self._is_shared = "both" in kinds
+        self._takes_gradients = any(SPECS[op.name].takes_gradient for op in ops_of(program.body))
+        # Torch's selective contexts serve one backward, and before 2.13 an error inside a replay leaves their modes behind.
+        self._allows_selective = not kinds & {"fail_backward", "both"}
+        self._is_parallel = len(program.threads) > 1 or self._is_shared
+        self._recomputed_depth = self._selective_depth = 0
 
     def _new(self, roots: frozenset[int] | None = None) -> Value:
         number = self._values
@@ -62,6 +69,7 @@ class Lowering:
         outs = [_pick(visible, ref).name for ref in self.program.outs]
         names = ", ".join(value.name for value in inputs)
         return [
+            *["B = [torch.zeros((), device=DEVICE)]"] * self._has_buffers,
             *self.definitions,
             f"def model({names}):",
             *_indent([*lines, f"return [{', '.join(outs)}]"]),
@@ -78,7 +86,13 @@ class Lowering:
 
     def _op(self, op: Op, visible: list[Value], foreign: frozenset[int]) -> list[str]:
         spec = SPECS[op.name]
-        name = "sin" if spec.is_random and len(self.program.threads) > 1 else op.name
+        # Torch's selective contexts allow one backward: a gradient inside forward is one too many, with us and without us.
+        is_too_much = (
+            (spec.is_random and self._is_parallel)
+            or (not spec.is_shareable and self._is_shared)
+            or (spec.takes_gradient and self._selective_depth > 0)
+        )
+        name = "sin" if is_too_much else op.name
         spec = SPECS[name]
         operands = [_pick(visible, ref) for ref in (*op.ins, 0, 0)[: spec.ins]]
         texts = [operand.name for operand in operands]
@@ -91,14 +105,7 @@ class Lowering:
             else:
                 self.found_written |= target
         for letter, ref in zip(spec.weights, (*op.weights, 0, 0)):
-            text = self._weight(letter, ref)
-            texts.append(
-                text
-                if text is not None
-                else "torch.ones(2, 2, device=DEVICE)"
-                if letter == "m"
-                else "torch.ones(2, device=DEVICE)"
-            )
+            texts.append(self._weight(letter, ref))
             if spec.aliases:
                 roots = frozenset({_BORROWED})
         texts += [str(op.number)] * spec.has_number
@@ -111,34 +118,46 @@ class Lowering:
         line = f"{', '.join(value.name for value in made)} = {name}({', '.join(texts)})"
         return ["tick()", line] if self._ticks else [line]
 
-    def _weight(self, letter: str, ref: int) -> str | None:
-        if letter == "c":
-            return f"C[{ref % len(self.program.constants)}]" if self.program.constants else None
+    def _weight(self, letter: str, ref: int) -> str:
+        if letter == "b":
+            # What is recomputed changes its buffers twice, as torch documents; threads would change them in any order.
+            self._has_buffers = True
+            return "B[0].clone()" if self._recomputed_depth or len(self.program.threads) > 1 else "B[0]"
+        if letter == "c" and self.program.constants:
+            return f"C[{ref % len(self.program.constants)}]"
         wanted = 2 if letter == "m" else 1
         fitting = [index for index, weight in enumerate(self.program.weights) if len(weight.shape) == wanted]
-        return f"W[{fitting[ref % len(fitting)]}]" if fitting else None
+        if fitting and letter != "c":
+            return f"W[{fitting[ref % len(fitting)]}]"
+        return f"torch.ones({'2, 2' if letter == 'm' else '2'}, device=DEVICE)"
 
     # ---------------------------------------------------------------- spans
 
     def _span(self, span: Span, visible: list[Value], foreign: frozenset[int]) -> list[str]:
         number = self._spans
         self._spans += 1
-        is_checkpoint = span.kind in _CHECKPOINTS
+        is_recomputed = span.kind in RECOMPUTED
         inner_foreign = foreign
-        if is_checkpoint and not self.program.is_wild:
+        if is_recomputed and not self.program.is_wild:
             inner_foreign = foreign | {root for value in visible for root in value.roots}
         before = len(visible)
         written_before = set(self.found_written)
+        self._recomputed_depth += is_recomputed
+        self._selective_depth += span.kind == "torch_selective"
         inner, lines = self._body(span.body, list(visible), inner_foreign)
+        self._recomputed_depth -= is_recomputed
+        self._selective_depth -= span.kind == "torch_selective"
         results = [_pick(inner, ref) for ref in span.outs] or [_pick(inner, 0)]
-        if span.kind in ("no_grad", "autocast"):
-            head = "with torch.no_grad():" if span.kind == "no_grad" else "with torch.autocast(DEVICE, torch.bfloat16):"
+        if span.kind in BLOCKS:
             visible += inner[before:]
-            return [head, *_indent(lines or ["pass"])]
+            return [f"with {BLOCKS[span.kind]}:", *_indent(lines or ["pass"])]
         used = _used_names(lines, results)
         arguments = [value for value in visible if value.name in used]
         writes_inputs = bool((self.found_written - written_before) & {r for value in arguments for r in value.roots})
-        lines += [f"return {_packed([value.name for value in results], span.form)}"]
+        form = "tuple" if span.kind == "torch_reentrant" else span.form
+        # A captured tensor that torch's reentrant checkpoint returns becomes its output in place: a graph with a cycle.
+        kept = "clone({})" if span.kind == "torch_reentrant" else "{}"
+        lines += [f"return {_packed([kept.format(value.name) for value in results], form)}"]
         passing = self._passing(span, [*arguments, *results] if span.calls > 1 else arguments)
         self._define(span, number, [value.name for value in arguments], passing, lines)
         calls = 1 if writes_inputs or not arguments else span.calls
@@ -155,7 +174,10 @@ class Lowering:
 
     def _passing(self, span: Span, arguments: list[Value]) -> str:
         touched = {root for value in arguments for root in value.roots}
-        if self.written is None or (span.kind in _CHECKPOINTS and touched & self.written):
+        is_written = self.written is None or (span.kind in RECOMPUTED and touched & self.written)
+        # Torch's reentrant checkpoint and module hooks see tensors given by position only; its non-reentrant one does not keep
+        # the random state of a device that it sees by keyword, which a gradient inside forward shows at once.
+        if is_written or span.kind in THEIRS or span.module == "backward_hook" or self._takes_gradients:
             return "args"
         return span.passing
 
@@ -171,7 +193,10 @@ class Lowering:
             self.definitions.append(f"policy{number} = {_policy(span.policy)}")
         if span.kind.endswith("_wrapper"):
             keywords = ", ".join(["", *self._keywords(span, number)])
-            self.definitions.append(f"wrapped{number} = hp.{span.kind}(span{number}{keywords})")
+            # Torch's own backward hooks of a module keep the gradients on the module: two threads take each other's.
+            module = "module" if span.module == "backward_hook" and self._is_shared else span.module
+            inside = f"span{number}" if module == "none" else f"Block(span{number}, W, {module!r})"
+            self.definitions.append(f"wrapped{number} = hp.{span.kind}({inside}{keywords})")
 
     def _keywords(self, span: Span, number: int) -> list[str]:
         keywords: list[str] = []
@@ -199,6 +224,10 @@ class Lowering:
             function = f"span{number}"
         elif span.kind.endswith("_wrapper"):
             function = f"wrapped{number}"
+        elif span.kind in THEIRS:
+            is_refused = span.kind == "torch_selective" and not self._allows_selective
+            function = "torch_checkpoint_of" if is_refused else f"{span.kind}_of"
+            given = ["hp", f"span{number}", *given]
         else:
             function = f"hp.{span.kind}"
             given = [f"span{number}", *given]
@@ -206,7 +235,7 @@ class Lowering:
         call = f"{function}({', '.join([*given, *keywords])})"
         if len(outs) == 1:
             return [f"{outs[0]} = {call}"]
-        if span.form == "dict":
+        if span.form == "dict" and span.kind != "torch_reentrant":
             return [f"{', '.join(outs)} = {call}.values()"]
         return [f"{', '.join(outs)} = {call}"]
 
@@ -273,7 +302,8 @@ def _action(action: Any) -> str:
 
 
 def _tensors(tensors: Any) -> str:
-    return "[" + ", ".join(repr((tensor.shape, tensor.dtype, tensor.requires_grad)) for tensor in tensors) + "]"
+    rows = [(one.shape, one.dtype, one.requires_grad, one.is_parameter, one.hook) for one in tensors]
+    return f"[{', '.join(map(repr, rows))}]"
 
 
 _HEADER = '''"""{title}
@@ -298,7 +328,8 @@ if __name__ == "__main__":
 def program_to_script(program: Program, title: str = "A fuzzed training program.") -> str:
     """A script that needs only torch and hyper_parallel, and exits with 1 when the two runs differ."""
     source = program_to_source(program)
-    helpers = _needed_operations(source)
+    rare_ones = [_pasted(rare)] if any(re.search(rf"\b{name}\(", source) for name in _RARE) else []
+    helpers = _needed_operations(source + _HELPERS_OF_RARE * bool(rare_ones))
     return "\n".join(
         [
             _HEADER.format(title=textwrap.fill(title, 118).replace('"""', "'''").replace("\\", "/")),
@@ -309,6 +340,7 @@ def program_to_script(program: Program, title: str = "A fuzzed training program.
             'DEVICE = "cpu"',
             "",
             *helpers,
+            *rare_ones,
             "# " + "-" * 60 + " the program",
             "",
             source,
@@ -334,7 +366,7 @@ def _needed_operations(source: str) -> list[str]:
     texts = [source]
     while texts:
         text = texts.pop()
-        for name in set(re.findall(r"\b([A-Za-z_]\w*)\b", text)) & known.keys() - needed - {"Spec", "function_of"}:
+        for name in set(re.findall(r"\b([A-Za-z_]\w*)\b", text)) & known.keys() - needed:
             needed.add(name)
             texts.append(known[name])
     return [text + "\n" for name, text in known.items() if name in needed]

@@ -130,3 +130,27 @@ def test_tensors_by_keyword_alone_are_shown_to_torch_by_position() -> None:
     assert x.data_ptr() in packed
     y.sum().backward()
     assert torch.equal(x.grad, torch.ones(3).cos())
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("answer", ["MUST_SAVE", "MUST_SWAP"])
+def test_a_gradient_inside_a_region_replays_it_while_its_forward_still_runs(answer: str, early_stop: bool) -> None:
+    # The forward mode took the ops of that replay for its own (wrong gradient where every second op was kept), and the
+    # replay met ops that forward had not come to (a mismatch).
+    asked: list[Any] = []
+
+    def every_second(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> hp.CheckpointPolicy:
+        asked.append(op)
+        return getattr(hp.CheckpointPolicy, answer) if len(asked) % 2 else hp.CheckpointPolicy.MUST_RECOMPUTE
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        (slope,) = torch.autograd.grad(x.sin().sum(), x, create_graph=True)
+        again = slope.detach().requires_grad_()
+        return slope * torch.autograd.grad(again.sin().exp().sum(), again)[0]
+
+    x = torch.linspace(-1, 1, 12).reshape(3, 4).requires_grad_()
+    (wanted,) = torch.autograd.grad(region(x * 2).sum(), x)
+    with simulated_accelerator(window_bytes=0):
+        y = hp.checkpoint(region, x * 2, policy_fn=every_second, early_stop=early_stop)
+        (got,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(got, wanted)

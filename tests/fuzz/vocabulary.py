@@ -7,10 +7,70 @@ from typing import Any
 from fuzz import operations, rare
 from fuzz.operations import Spec
 
-__all__ = ["FUNCTIONS", "SPECS", "Spec"]
+__all__ = ["FUNCTIONS", "RARE", "SPECS", "Spec"]
+
+_ONE = Spec()
+_PAIR = Spec(ins=2)
+_DRAW = Spec(is_random=True)
+_DRAW_FRESH = Spec(has_number=True)
+
+RARE: dict[str, dict[str, Spec]] = {
+    "foreign": {
+        "foreign_wave": _ONE,
+        "foreign_pair": Spec(outs=2),
+        "foreign_halves": Spec(outs=2, is_shareable=False),  # torch unpacks lists of outputs in place
+        "foreign_thinned": _DRAW,
+        "foreign_sprinkled": _DRAW,
+        "foreign_numbers": _DRAW,
+        "foreign_add_onto_": Spec(ins=2, writes=True, aliases=True),
+        "foreign_shake_": Spec(writes=True, is_random=True),
+    },
+    "functions": {
+        "function_input": _ONE,
+        "function_output": _ONE,
+        "function_middle": _ONE,
+        "function_nothing": _ONE,
+        "function_held": _ONE,
+        "function_dirty_": Spec(writes=True, aliases=True),
+        "function_once": _PAIR,
+        "function_half": _PAIR,
+        "function_steps": Spec(outs=2),
+        "function_through": Spec(aliases=True),
+        "function_recomputes": _ONE,
+    },
+    "draws": {
+        "draw_rand": _DRAW,
+        "draw_randn": _DRAW,
+        "draw_into_empty": _DRAW,
+        "draw_uniform": _DRAW,
+        "draw_order": _DRAW,
+        "draw_integers": _DRAW,
+        "draw_by_generator": _DRAW_FRESH,
+        "draw_thinned_by_generator": _DRAW_FRESH,
+    },
+    "leaves": {
+        "fresh_leaf": Spec(aliases=True),
+        "fresh_parameter": Spec(aliases=True),
+        "linear_of_values": _PAIR,
+        "gradient_inside": Spec(takes_gradient=True),
+        "gradient_penalty": Spec(takes_gradient=True),
+        "hooked": _ONE,
+        "hooked_and_kept": _ONE,
+    },
+    "layouts": {
+        "complex_product": _PAIR,
+        "complex_conjugate": _PAIR,
+        "complex_negative": _PAIR,
+        "complex_wave": _ONE,
+        "zero_stride": _ONE,
+        "unfolded": Spec(aliases=True),
+        "batch_norm": _ONE,
+        "running": Spec(weights="b"),
+    },
+}
 
 SPECS: dict[str, Spec] = {**operations.SPECS}
-for _family in rare.FAMILIES.values():
+for _family in RARE.values():
     SPECS.update(_family)
 
 FUNCTIONS: dict[str, Any] = {name: getattr(operations, name, None) or getattr(rare, name) for name in SPECS}
