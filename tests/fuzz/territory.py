@@ -1,7 +1,7 @@
 """Where a generator may go: which operations, spans and schedules it draws from.
 
-``FIRST`` is the territory of the recorded runs, whose programs keep their numbers. Each rare family has a territory of its
-own, in which it is every third operation, and ``WIDE`` has everything.
+``first`` is the territory of the recorded runs, whose programs keep their numbers. Each rare family has a territory of its
+own, in which it is every third operation, and ``wide`` has everything.
 """
 
 from __future__ import annotations
