@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import hyper_parallel as hp
+from hyper_parallel.platform.torch.activation_checkpoint import marks
 from hyper_parallel.testing import simulated_accelerator
 
 
@@ -154,3 +155,17 @@ def test_a_gradient_inside_a_region_replays_it_while_its_forward_still_runs(answ
         y = hp.checkpoint(region, x * 2, policy_fn=every_second, early_stop=early_stop)
         (got,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(got, wanted)
+
+
+def test_a_mark_inside_torchs_reentrant_checkpoint_leaves_no_hooks_behind() -> None:
+    # Taken off inside a backward, torch put the pair at the bottom back on afterwards, and nobody knew of it any more.
+    def region(x: torch.Tensor) -> torch.Tensor:
+        return hp.swap_tensor_wrapper(x * 1)
+
+    x = torch.ones(3, 4, requires_grad=True)
+    y = torch.utils.checkpoint.checkpoint(region, x, use_reentrant=True)
+    hp.swap_tensor_wrapper(y.sin()).sum().backward()  # the marked value is gone before backward comes to the region
+    hp.swap_tensor_wrapper(torch.ones(1))  # whoever marks next takes off what is not needed
+    marks.forget_bottom_hooks()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert torch.equal(x.grad, torch.ones(3, 4).cos())

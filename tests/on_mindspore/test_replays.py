@@ -244,3 +244,33 @@ def test_a_random_op_on_what_a_region_made_is_refused_instead_of_waiting_for_eve
         ActivationError, match=r"cannot hand out what Dropout drew in forward; because it was given a tensor"
     ):
         mindspore.grad(lambda x: hp.checkpoint(lambda x: drop(mint.ones((4, 8)) + 1) * mint.exp(x), x).sum())(batch())
+
+
+# ---------------------------------------------------------------------- the caller's own objects
+
+
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_a_list_that_the_function_fills(by_keyword: bool) -> None:
+    def layer(x: Any, aux: list[Any]) -> Any:
+        h = mint.sin(x)
+        aux.append((h * h).mean())
+        return mint.exp(h)
+
+    def ours(x: Any) -> Any:
+        aux: list[Any] = []
+        y = (
+            hp.checkpoint(layer, x=x, aux=aux, swap_inputs=True)
+            if by_keyword
+            else hp.checkpoint(layer, x, aux, swap_inputs=True)
+        )
+        return y.sum() + 3 * sum(aux)
+
+    def plain(x: Any) -> Any:
+        aux: list[Any] = []
+        return layer(x, aux).sum() + 3 * sum(aux)
+
+    x = batch()
+    wanted = mindspore.grad(plain)(x)
+    with simulated_accelerator(**SMALL):
+        got = mindspore.grad(ours)(x)
+    assert np.array_equal(got.asnumpy(), wanted.asnumpy())

@@ -170,7 +170,8 @@ class _FlatInputs:
         self.tensors: list[Any] = []
         self.framework_keywords = {name: kwargs[name] for name in kwargs if name in _FRAMEWORK_KEYWORDS}
         own = {name: value for name, value in kwargs.items() if name not in _FRAMEWORK_KEYWORDS}
-        self.call = _Reassembled(function, tree_map(self._take, (tuple(args), own)))
+        given = tuple(args), own
+        self.call = _Reassembled(function, given, tree_map(self._take, given))
 
     def _take(self, leaf: Any) -> Any:
         if not isinstance(leaf, mindspore.Tensor):
@@ -180,13 +181,23 @@ class _FlatInputs:
 
 
 class _Reassembled:
-    """The function, called with the tensors put back where they were."""
+    """The function, called with the tensors put back where they were.
 
-    def __init__(self, function: Callable[..., Any], tree: Any) -> None:
+    Forward gets the caller's own objects: a list that the function fills is read by the caller afterwards. A replay gets
+    them as they were when forward began.
+    """
+
+    def __init__(self, function: Callable[..., Any], given: Any, tree: Any) -> None:
         self._function = function
+        self._given = given
         self._tree = tree
 
     def __call__(self, *tensors: Any) -> Any:
+        given, self._given = self._given, None
+        if given is not None:
+            args, kwargs = given
+            del given
+            return self._function(*args, **kwargs)
         args, kwargs = tree_map(lambda leaf: tensors[leaf.index] if isinstance(leaf, _Place) else leaf, self._tree)
         return self._function(*args, **kwargs)
 
