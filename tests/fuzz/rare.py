@@ -226,7 +226,7 @@ class Once(torch.autograd.Function):
 class HalfBlind(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, y):
-        mask = x > y
+        mask = torch.gt(x, y)  # the operator asks a parameter on its right first, and under hooks a replay gets none
         ctx.mark_non_differentiable(mask)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(mask)
@@ -448,8 +448,9 @@ def unfolded(x):
 
 def batch_norm(x):
     x = two(small(x))
+    # Without momentum: torch's kernel changes both after it has saved them, and no counter tells.
     mean, spread = torch.zeros_like(x[0]), torch.ones_like(x[0])
-    return F.batch_norm(x, mean, spread, training=x.shape[0] > 1)
+    return F.batch_norm(x, mean, spread, training=x.shape[0] > 1, momentum=0.0)
 
 
 # ---------------------------------------------------------------- state

@@ -51,7 +51,8 @@ class Lowering:
         self._is_shared = "both" in kinds
         self._takes_gradients = any(SPECS[op.name].takes_gradient for op in ops_of(program.body))
         # Torch's selective contexts serve one backward, and before 2.13 an error inside a replay leaves their modes behind.
-        self._allows_selective = not kinds & {"fail_backward", "both"}
+        retains = any(action.retain for actions in program.threads for action in actions)
+        self._allows_selective = not (retains or kinds & {"fail_backward", "both", "double"})
         self._is_parallel = len(program.threads) > 1 or self._is_shared
         self._recomputed_depth = self._selective_depth = 0
 

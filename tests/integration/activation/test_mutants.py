@@ -405,7 +405,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a forward counts the ops of a replay inside it",
-        (Edit(f"{TORCH}.selective:ForwardMode.__torch_dispatch__", "_DEPTH.replays != self._depth", "False"),),
+        (Edit(f"{TORCH}.selective:ForwardMode.__torch_dispatch__", "_current_task() != self._task", "False"),),
         "gradient inside a region",
         r"equal|with inputs",
     ),

@@ -14,8 +14,9 @@ Rules
    its copy out, a saved one is copied first; the replay then hands out a copy, because it will apply the same change again.
 4. A change that happens outside the region shows in the version counter, and raises.
 5. Our own tensor ops run unseen, so that an outer region's counting is not shifted.
-6. A gradient taken inside a region (a penalty, a meta step) makes torch replay a region while a forward still runs. Modes
-   that were entered before a replay pass over what it runs, and the replay runs what an open forward has not come to yet.
+6. A gradient taken inside a region (a penalty, a meta step) is a backward of its own, and makes torch replay regions while
+   a forward still runs. A mode counts what belongs to the backward, or to none, in which it was entered; all else runs
+   again in the replay, which in turn runs what an open forward has not come to yet.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ __all__ = ["ForwardMode", "Region", "ReplayMode", "create_selective_checkpoint_c
 
 _RECOMPUTES = frozenset({CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE})
 _CONTEXT = PolicyContext()
+_current_task = torch._C._current_graph_task_id  # -1: no backward runs on this thread
 
 Inputs = list[tuple[torch.Size | None, torch.dtype]]
 
@@ -78,15 +80,6 @@ class Filed:
         self.output = output  # the op's output with every tensor packed
         self.inputs = inputs
         self.is_changed_later = False
-
-
-class _Depth(threading.local):
-    """How many replays this thread is in, one inside the other."""
-
-    replays = 0
-
-
-_DEPTH = _Depth()
 
 
 class Region:
@@ -154,7 +147,7 @@ class ForwardMode(_RegionMode):
         self._saved_bytes = 0
         self._entries = region.entries
         self._index = 0
-        self._depth = 0
+        self._task = -1
 
     def __enter__(self) -> ForwardMode:
         if not self._region.is_open:
@@ -162,7 +155,7 @@ class ForwardMode(_RegionMode):
                 f"{self._region.where}: cannot run a second forward under this pair of contexts, because its replay would be "
                 "handed the first one's values. Give context_fn a function that makes a new pair for every call."
             )
-        self._depth = _DEPTH.replays
+        self._task = _current_task()
         super().__enter__()
         return self
 
@@ -186,7 +179,7 @@ class ForwardMode(_RegionMode):
             return facts.run(*args, **kwargs)
         if (facts.writes or facts.writes_anything) and not self._region.allows_mutation:
             self._protect_written(facts, args, kwargs)
-        if _DEPTH.replays != self._depth:
+        if _current_task() != self._task:  # rule 6
             return facts.run(*args, **kwargs)
         entries = self._entries.get(id(op))
         if entries is None:
@@ -299,10 +292,10 @@ class ForwardMode(_RegionMode):
 class _Run:
     """One replay: how far it is, and what it took."""
 
-    __slots__ = ("counts", "depth", "displaced", "used")
+    __slots__ = ("counts", "displaced", "task", "used")
 
     def __init__(self) -> None:
-        self.depth = _DEPTH.replays + 1
+        self.task = _current_task()
         self.counts: dict[int, int] = {}
         self.used: list[Handle] = []
         self.displaced: dict[torch.device, Any] = {}  # the random states that rule 2 overwrote
@@ -330,11 +323,9 @@ class ReplayMode(_RegionMode):
         if task is not None:
             SwapManager().expect(task, self._region.engines)
         super().__enter__()
-        _DEPTH.replays += 1
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        _DEPTH.replays -= 1
         super().__exit__(*exc)
         run = self._here.runs.pop()
         # The replayed graph holds what it still needs; our own reference would keep all of it to the region's end.
@@ -352,7 +343,7 @@ class ReplayMode(_RegionMode):
         if facts.is_ignored or (facts.may_be_weight_cast and is_weight_cast(args)):
             return facts.run(*args, **kwargs)
         runs = self._here.runs
-        if not runs or runs[-1].depth != _DEPTH.replays:
+        if not runs or runs[-1].task != _current_task():  # rule 6
             return facts.run(*args, **kwargs)
         run = runs[-1]
         at = run.counts.get(id(op), 0)
