@@ -18,7 +18,17 @@ _DRAWS_AND_SAYS_SO = {"tags": (torch.Tag.nondeterministic_seeded,)}
 
 
 def _foreign(name, schema, mutates=(), **settings):
-    return torch.library.custom_op(f"{_NAMESPACE}::{name}", mutates_args=mutates, schema=schema, **settings)
+    """Declares an op. Its code runs without autocast: under a dispatch mode, torch's own too, it would do so anyway."""
+
+    def declared(function):
+        def kernel(*args, **kwargs):
+            device = next((arg.device.type for arg in args if isinstance(arg, torch.Tensor)), "cpu")
+            with torch.autocast(device, enabled=False):
+                return function(*args, **kwargs)
+
+        return torch.library.custom_op(f"{_NAMESPACE}::{name}", kernel, mutates_args=mutates, schema=schema, **settings)
+
+    return declared
 
 
 def _keep_input(ctx, inputs, output):
