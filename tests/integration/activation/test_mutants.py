@@ -145,8 +145,8 @@ PROBES: dict[str, Callable[[], None]] = {
         2**20, swap_inputs=False
     ),
     "pieces of one storage": lambda: test_version_counters.test_pieces_that_change_one_after_the_other(),
-    "gradient inside a region": lambda: test_replayed_graph.test_a_gradient_inside_a_region(
-        CheckpointPolicy.MUST_SAVE, early_stop=True
+    "gradient inside a region": lambda: test_replayed_graph.test_a_gradient_inside_a_region_within_another_checkpoint(
+        CheckpointPolicy.MUST_SAVE
     ),
     "one step": scenario("one_step", "swap"),
     "one step, all swapped": scenario("one_step", "all_swapped"),

@@ -58,3 +58,25 @@ def test_a_gradient_inside_a_region(answer: CheckpointPolicy, early_stop: bool) 
         y = hp.checkpoint(region, x * 2, policy_fn=every_second, early_stop=early_stop)
         (got,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("answer", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_SWAP], ids=["saved", "swapped"])
+def test_a_gradient_inside_a_region_within_another_checkpoint(answer: CheckpointPolicy) -> None:
+    """The outer one is replayed while an inner forward is open, and its ops are nobody's that is open."""
+
+    def keep_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return answer if "mul" in str(op) else CheckpointPolicy.MUST_RECOMPUTE
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        (slope,) = torch.autograd.grad((x * 2).sin().sum(), x, create_graph=True)
+        return (slope * slope * 0.5).tanh()
+
+    def stacked(x: torch.Tensor) -> torch.Tensor:
+        once = hp.checkpoint(region, x, policy_fn=keep_products)
+        return hp.checkpoint(region, once, policy_fn=keep_products)  # type: ignore[no-any-return]
+
+    x = batch()
+    (wanted,) = torch.autograd.grad(region(region(x)).sum(), x)
+    with simulated_accelerator(window_bytes=0):
+        (got,) = torch.autograd.grad(hp.checkpoint(stacked, x).sum(), x)
+    assert torch.equal(got, wanted)
