@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 from typing import Any
 
+from hyper_parallel.report.figure import FONTS
+
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 420, 60, 20, 40, 50
 SLOWEST = 1.5  # what is slower than this would press everything else to the bottom
 
@@ -18,7 +20,7 @@ def frontier_svg(results: list[dict[str, Any]]) -> str:
     ]
     panels = [_panel(result, TOP + index * (HEIGHT + 20)) for index, result in enumerate(results)]
     height = len(results) * (HEIGHT + 20) + TOP
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" font-family="sans-serif" font-size="11">'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" font-family="{FONTS}" font-size="11">'
     return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *panels, "</svg>"])
 
 

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 
 import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy
 from hyper_parallel.errors import PolicyError
 from hyper_parallel.platform.torch.activation_checkpoint import create_selective_checkpoint_contexts
+from hyper_parallel.platform.torch.activation_checkpoint.ops import facts_of
 from hyper_parallel.testing import simulated_accelerator
 
 from .scenario import batch
@@ -58,9 +60,27 @@ def _writes_in_inference_mode(x: torch.Tensor) -> torch.Tensor:
     return (x * table).exp()
 
 
+def _branches(x: torch.Tensor) -> torch.Tensor:
+    return torch.cond(x.sum() > 0, lambda v: v.sin() * 2, lambda v: v.cos() * 3, (x,)).exp()
+
+
+class _Image(torch.Tensor):
+    """A tensor with a name of its own, as data pipelines have them."""
+
+
+def _changes_a_subclass(x: torch.Tensor) -> torch.Tensor:
+    y = (x * 2).as_subclass(_Image)
+    y.add_(1)
+    return y.as_subclass(torch.Tensor).exp()
+
+
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer.name)
-@pytest.mark.parametrize("function", [_asks_in_inference_mode, _writes_in_inference_mode], ids=["asks", "writes"])
-def test_an_inference_mode_block_inside_a_region(function: Any, answer: CheckpointPolicy) -> None:
+@pytest.mark.parametrize(
+    "function",
+    [_asks_in_inference_mode, _writes_in_inference_mode, _branches, _changes_a_subclass],
+    ids=["asks_in_inference_mode", "writes_in_inference_mode", "higher_order_op", "change_through_a_subclass"],
+)
+def test_a_region_with_unusual_ops(function: Any, answer: CheckpointPolicy) -> None:
     x = batch()
     (wanted,) = torch.autograd.grad(function(x).sum(), x)
     with simulated_accelerator():
@@ -68,17 +88,13 @@ def test_an_inference_mode_block_inside_a_region(function: Any, answer: Checkpoi
     assert torch.equal(got, wanted)
 
 
-def _branches(x: torch.Tensor) -> torch.Tensor:
-    return torch.cond(x.sum() > 0, lambda v: v.sin() * 2, lambda v: v.cos() * 3, (x,)).exp()
-
-
-@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer.name)
-def test_a_higher_order_op_is_one_op_of_a_region(answer: CheckpointPolicy) -> None:
-    x = batch()
-    (wanted,) = torch.autograd.grad(_branches(x).sum(), x)
-    with simulated_accelerator():
-        (got,) = torch.autograd.grad(hp.checkpoint(_branches, x, policy_fn=lambda *_, **__: answer).sum(), x)
-    assert torch.equal(got, wanted)
+@pytest.mark.parametrize(
+    ("op", "reason"),
+    [(torch.ops.aten.unsafe_split.Tensor, "view"), (triton_kernel_wrapper_mutation, "in_place")],
+    ids=["unsafe_split", "user_kernel"],
+)
+def test_what_is_replayed_although_its_schema_does_not_say_why(op: Any, reason: str) -> None:
+    assert facts_of(op).replay_reason == reason
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -96,25 +112,6 @@ def test_flex_attention_in_a_region_and_in_a_list_of_ops() -> None:
         with simulated_accelerator():
             (got,) = torch.autograd.grad(hp.checkpoint(function, weight, policy_fn=policy).sum(), weight)
         assert torch.equal(got, wanted)
-
-
-class _Image(torch.Tensor):
-    """A tensor with a name of its own, as data pipelines have them."""
-
-
-def _changes_a_subclass(x: torch.Tensor) -> torch.Tensor:
-    y = (x * 2).as_subclass(_Image)
-    y.add_(1)
-    return y.as_subclass(torch.Tensor).exp()
-
-
-@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer.name)
-def test_a_change_through_a_subclass_that_leaves_dispatch_alone(answer: CheckpointPolicy) -> None:
-    x = batch()
-    (wanted,) = torch.autograd.grad(_changes_a_subclass(x).sum(), x)
-    with simulated_accelerator():
-        (got,) = torch.autograd.grad(hp.checkpoint(_changes_a_subclass, x, policy_fn=lambda *_, **__: answer).sum(), x)
-    assert torch.equal(got, wanted)
 
 
 def test_one_pair_of_contexts_serves_one_call() -> None:

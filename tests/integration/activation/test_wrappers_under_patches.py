@@ -80,6 +80,8 @@ def test_the_mode_is_that_of_the_wrapped_module(wrap: Callable[[nn.Module], Any]
     assert torch.equal(module(torch.ones(99)), torch.ones(99))
     module.wrapped_module.train()
     assert module.training
+    nn.Module.__setattr__(module, "training", False)  # as a subclass's super() does
+    assert not module.wrapped_module.training
     assert copy.deepcopy(module.eval()).training is False
 
 
