@@ -8,7 +8,6 @@ from typing import Any
 from hyper_parallel.core.activation_checkpoint import checkpoint, swap
 from hyper_parallel.planner.border import Model
 from hyper_parallel.platform.torch.planner.blocks import find_blocks, require_module
-from hyper_parallel.platform.torch.planner.key_values import with_own_cache
 from hyper_parallel.platform.torch.planner.regions import Handle, Replacements
 
 __all__ = ["replace_blocks", "swapped", "with_policy"]
@@ -29,7 +28,7 @@ def swapped(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def with_policy(function: Callable[..., Any], *args: Any, policy_fn: Any, **kwargs: Any) -> Any:
     """A region that follows the policy; its inputs leave."""
-    return checkpoint(with_own_cache(function, args, kwargs), *args, policy_fn=policy_fn, swap_inputs=True, **kwargs)
+    return checkpoint(function, *args, policy_fn=policy_fn, swap_inputs=True, **kwargs)
 
 
 def replace_blocks(model: Model, region: Callable[..., Any], *, blocks: str | Sequence[str] | None) -> _BlocksHandle:

@@ -219,30 +219,34 @@ def test_b42_must_swap_needs_no_group() -> None:
         assert hp.stats().live_records == 0
 
 
+_CALLS: list[int] = []
+"""Global, so that a region cannot put it back before a replay, as it does with a module's own attributes."""
+
+
 class _Counts(nn.Module):
     """Runs another number of ops, or other shapes, when it is replayed."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
+        _CALLS.clear()
         self.what = what
-        self.calls = 0
         self.rows = 4
         self.dtype = torch.float32
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        if self.calls > 1 and self.what == "more":
+        _CALLS.append(1)
+        if len(_CALLS) > 1 and self.what == "more":
             x = x.exp().log()
-        if self.calls > 1 and self.what == "shape":
+        if len(_CALLS) > 1 and self.what == "shape":
             self.rows = 3
-        if self.calls > 1 and self.what == "dtype":
+        if len(_CALLS) > 1 and self.what == "dtype":
             self.dtype = torch.float64
-        if self.calls > 1 and self.what == "profiled":
+        if len(_CALLS) > 1 and self.what == "profiled":
             with torch.profiler.record_function("only in the replay"):
                 pass
         x = x[: self.rows].to(self.dtype)
         if self.what == "list":
-            x = torch.cat([x, x[: self.calls]])
+            x = torch.cat([x, x[: len(_CALLS)]])
         return x.exp().sin().exp().to(torch.float32)[:2]
 
 

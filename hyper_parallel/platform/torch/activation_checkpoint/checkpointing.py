@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -13,14 +14,16 @@ from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.record import Position
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import PolicyError
-from hyper_parallel.platform.base.trees import tree_map
+from hyper_parallel.platform.base.flat_inputs import FlatInputs, needs_layout
 from hyper_parallel.platform.eager import EAGER_REASON
 from hyper_parallel.platform.torch import compat
 from hyper_parallel.platform.torch.activation_checkpoint.devices import refuse_capture
 from hyper_parallel.platform.torch.activation_checkpoint.first_step import noted
 from hyper_parallel.platform.torch.activation_checkpoint.graph import next_sequence
+from hyper_parallel.platform.torch.activation_checkpoint.region_state import RegionState
 from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import AsyncSaveOnCpu, TensorPolicy
 from hyper_parallel.platform.torch.activation_checkpoint.selective import create_selective_checkpoint_contexts
+from hyper_parallel.platform.torch.activation_checkpoint.transformers_cache import with_own_cache
 
 __all__ = ["checkpoint", "framework_checkpoint", "label_of", "noop_context_fn", "swap"]
 
@@ -47,26 +50,23 @@ def framework_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any
     return compat.checkpoint(function, *args, **kwargs)
 
 
-class _Both:
-    """Two contexts as one, the first outside."""
+class _Nested:
+    """Several contexts as one, the first outermost. Several threads may be inside at once: each leaves what it entered."""
 
-    def __init__(self, outer: Any, inner: Any) -> None:
-        self._outer = outer
-        self._inner = inner
-        self._stack: contextlib.ExitStack | None = None
+    def __init__(self, *contexts: Any) -> None:
+        self._contexts = contexts
+        self._entered: dict[int, list[contextlib.ExitStack]] = {}
 
     def __enter__(self) -> None:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._outer)
-            stack.enter_context(self._inner)
-            self._stack = stack.pop_all()
+            for context in self._contexts:
+                stack.enter_context(context)
+            self._entered.setdefault(threading.get_ident(), []).append(stack.pop_all())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        assert self._stack is not None, "entered"
-        stack, self._stack = self._stack, None
-        return stack.__exit__(kind, error, trace)
+        return self._entered[threading.get_ident()].pop().__exit__(kind, error, trace)
 
 
 @compat.run_eagerly(EAGER_REASON)
@@ -84,127 +84,77 @@ def checkpoint(
     if not callable(function):
         raise TypeError(f"checkpoint: expected a module or a callable, got {function!r}")
     where = f"checkpoint of {label_of(function)}"
-    if not swap_inputs and _hides_its_device(args, kwargs):
-        inputs = _FlatInputs(function, args, kwargs)
-        function, args, kwargs = inputs.call, tuple(inputs.tensors), inputs.framework_keywords
-    if policy_fn is None and not swap_inputs:
-        return _run(function, args, kwargs, context_fn=context_fn, early_stop=early_stop)
-    refuse_capture(where)
+    options = {name: kwargs.pop(name) for name in _FRAMEWORK_KEYWORDS & kwargs.keys()}
+    call = _Call(where, with_own_cache(function, args, kwargs), args, kwargs, is_flat=swap_inputs)
+    if policy_fn is not None or swap_inputs:
+        refuse_capture(where)
     position = Position(next_sequence())
 
     def contexts() -> ContextPair:
-        ours: ContextPair = (
-            noop_context_fn()
-            if policy_fn is None
-            else create_selective_checkpoint_contexts(
-                policy_fn, swap_config=swap_config, where=where, position=position
+        pairs = [] if context_fn is None else [context_fn()]
+        state = call.state(keeps_random_state=options.get("preserve_rng_state", True))
+        pairs.append((state, state.replay()))
+        if policy_fn is not None:
+            pairs.append(
+                create_selective_checkpoint_contexts(policy_fn, swap_config=swap_config, where=where, position=position)
             )
-        )
-        if context_fn is None:
-            return ours
-        theirs = context_fn()
-        return _Both(theirs[0], ours[0]), _Both(theirs[1], ours[1])
+        # Innermost: backward also reads the arguments of an op whose value the policy's replay hands out.
+        pairs.append((contextlib.nullcontext(), state.watch()))
+        return _Nested(*(pair[0] for pair in pairs)), _Nested(*(pair[1] for pair in pairs))
 
+    # Without gradients nothing is replayed. With ``debug`` torch takes no contexts, and says so where they were asked for.
+    if context_fn is not None or policy_fn is not None or (torch.is_grad_enabled() and not options.get("debug")):
+        options["context_fn"] = contexts
     if not swap_inputs:
-        return _run(function, args, kwargs, context_fn=contexts, early_stop=early_stop)
-    inputs = _FlatInputs(function, args, kwargs)
+        return call.run(early_stop=early_stop, **options)
     with AsyncSaveOnCpu(swap_config=swap_config, where=f"inputs of {where}", position=position):
-        output = _run(
-            inputs.call,
-            inputs.tensors,
-            inputs.framework_keywords,
-            context_fn=context_fn if policy_fn is None else contexts,
-            early_stop=early_stop,
-        )
+        output = call.run(early_stop=early_stop, **options)
     position.sequence = next_sequence()
     SwapManager().relieve()
     return output
 
 
-def _hides_its_device(args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether tensors come by keyword alone.
-
-    Torch's checkpoint learns from the positional ones which devices' random states to keep; with none, it keeps no device's,
-    and a replayed dropout draws other numbers.
-    """
-    if not kwargs or any(isinstance(value, torch.Tensor) for value in args):
-        return False
-    return bool(_FlatInputs(_nothing, (), kwargs).tensors) and not _FlatInputs(_nothing, args, {}).tensors
-
-
-def _nothing() -> None:
-    """Stands for a function that is not called."""
-
-
-def _run(
-    function: Callable[..., Any],
-    args: Any,
-    kwargs: dict[str, Any],
-    *,
-    context_fn: Callable[[], ContextPair] | None,
-    early_stop: bool,
-) -> Any:
-    if context_fn is None:
-        output = framework_checkpoint(function, *args, early_stop=early_stop, **kwargs)
-    else:
-        output = framework_checkpoint(function, *args, context_fn=context_fn, early_stop=early_stop, **kwargs)
-    return noted(output, is_recomputed=True)
-
-
 _FRAMEWORK_KEYWORDS = frozenset({"use_reentrant", "preserve_rng_state", "determinism_check", "debug"})
 
 
-class _FlatInputs:
-    """A call with its tensors laid out flat.
+class _Call:
+    """One call of a region, laid out for torch's checkpoint.
 
-    Torch's checkpoint packs the tensors among its positional arguments only. Those in keywords and inside lists, dicts
-    or dataclasses would be caught by a closure and never leave, so they are passed by position and put back inside. The
-    frame of the checkpoint holds ``call`` until backward: it must not hold the tensors.
+    Torch's checkpoint looks after the tensors among its positional arguments alone: it saves them, checks their versions, and
+    keeps the random states of their devices. Tensors that come otherwise are passed by position too.
     """
 
-    def __init__(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.framework_keywords = {name: kwargs[name] for name in kwargs if name in _FRAMEWORK_KEYWORDS}
-        own = {name: value for name, value in kwargs.items() if name not in _FRAMEWORK_KEYWORDS}
-        given = tuple(args), own
-        self.call = _Reassembled(function, given, tree_map(self._take, given))
+    def __init__(
+        self, where: str, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], *, is_flat: bool
+    ) -> None:
+        self._where = where
+        self._objects: list[Any] = []  # those among the arguments that may have a state
+        if (
+            is_flat
+            or needs_layout(args, _is_tensor, takes_tensors=False)
+            or needs_layout(kwargs.values(), _is_tensor, takes_tensors=True)
+        ):
+            inputs = FlatInputs(function, args, kwargs, is_tensor=_is_tensor, where=where)
+            self._function, self._args, self._kwargs = inputs.call, inputs.tensors, {}
+            self._objects = inputs.others
+        else:
+            self._function, self._args, self._kwargs = function, args, kwargs
+            self._objects = [value for value in (*args, *kwargs.values()) if not isinstance(value, torch.Tensor)]
 
-    def _take(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        self.tensors.append(leaf)
-        return _Place(len(self.tensors) - 1)
+    def state(self, *, keeps_random_state: bool) -> RegionState:
+        """What gives a replay the state that forward found."""
+        objects, self._objects = self._objects, []
+        return RegionState(self._where, self._function, objects, keeps_random_state=keeps_random_state)
 
-
-class _Reassembled:
-    """The function, called with the tensors put back where they were.
-
-    Forward gets the caller's own objects: a list that the function fills is read by the caller afterwards. A replay gets
-    them as they were when forward began.
-    """
-
-    def __init__(self, function: Callable[..., Any], given: Any, tree: Any) -> None:
-        self._function = function
-        self._given = given
-        self._tree = tree
-
-    def __call__(self, *tensors: torch.Tensor) -> Any:
-        given, self._given = self._given, None
-        if given is not None:
-            args, kwargs = given
-            del given
-            return self._function(*args, **kwargs)
-        args, kwargs = tree_map(lambda leaf: tensors[leaf.index] if isinstance(leaf, _Place) else leaf, self._tree)
-        return self._function(*args, **kwargs)
+    def run(self, **options: Any) -> Any:
+        """Run it under torch's checkpoint. The arguments are torch's from here on."""
+        args, self._args = self._args, ()
+        output = framework_checkpoint(self._function, *args, **options, **self._kwargs)
+        return noted(output, is_recomputed=True)
 
 
-class _Place:
-    """Stands for a tensor in a tree."""
-
-    __slots__ = ("index",)
-
-    def __init__(self, index: int) -> None:
-        self.index = index
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 @compat.run_eagerly(EAGER_REASON)

@@ -8,37 +8,43 @@ import torch
 
 from hyper_parallel.platform.torch.activation_checkpoint.storages import tensors_in
 
-__all__ = ["RandomState", "set_state"]
+__all__ = ["RandomState", "Source", "set_state"]
+
+Source = torch.device | torch.Generator
 
 _CPU = torch.device("cpu")
 
 
 class RandomState:
-    """The states of the generators that an op may draw from."""
+    """The states of the generators that an op may draw from: a device's own, by its device, or one of the user's."""
 
     __slots__ = ("_states",)
 
-    def __init__(self, states: dict[torch.device, Any]) -> None:
+    def __init__(self, states: dict[Source, Any]) -> None:
         self._states = states  # a byte tensor on CPU, whatever the device module gives elsewhere
 
     @classmethod
     def now(cls, args: Any, kwargs: dict[str, Any], *, is_opaque: bool) -> RandomState:
-        """The state of the device on which an op with these arguments draws.
+        """The state of the generator from which an op with these arguments draws.
 
         Torch's own ops draw where their first tensor is. An opaque one may draw wherever it has one, and on the host.
         """
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+        if given and not is_opaque:
+            return cls({generator: _state_of(generator) for generator in given})
         devices = [tensor.device for tensor in tensors_in([*args, *kwargs.values()] if is_opaque else args)]
         if not devices:  # a factory is told by keyword
             devices = [_indexed(torch.device(kwargs.get("device") or _CPU))]
         drawn = {*devices, _CPU} if is_opaque else {devices[0]}
-        return cls({device: _state_of(device) for device in drawn if device.type != "meta"})
+        sources: list[Source] = [*given, *(device for device in drawn if device.type != "meta")]
+        return cls({source: _state_of(source) for source in sources})
 
-    def restore(self, displaced: dict[torch.device, Any]) -> None:
-        """Put the generators back to it; what they were at goes to ``displaced``, once for each device."""
-        for device, state in self._states.items():
-            if device not in displaced:
-                displaced[device] = _state_of(device)
-            set_state(device, state)
+    def restore(self, displaced: dict[Source, Any]) -> None:
+        """Put the generators back to it; what they were at goes to ``displaced``, once for each of them."""
+        for source, state in self._states.items():
+            if source not in displaced:
+                displaced[source] = _state_of(source)
+            set_state(source, state)
 
 
 def _indexed(device: torch.device) -> torch.device:
@@ -49,15 +55,21 @@ def _indexed(device: torch.device) -> torch.device:
     return torch.device(device.type, torch.get_device_module(device).current_device())
 
 
-def _state_of(device: torch.device) -> Any:
+def _state_of(source: Source) -> Any:
     with torch._C._DisableTorchDispatch():
-        return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+        if isinstance(source, torch.Generator):
+            return source.get_state()
+        if source.type == "cpu":
+            return torch.get_rng_state()
+        return torch.get_device_module(source).get_rng_state(source)
 
 
-def set_state(device: torch.device, state: Any) -> None:
-    """Put the generator of a device to ``state``."""
+def set_state(source: Source, state: Any) -> None:
+    """Let a generator go on from ``state``."""
     with torch._C._DisableTorchDispatch():
-        if device.type == "cpu":
+        if isinstance(source, torch.Generator):
+            source.set_state(state)
+        elif source.type == "cpu":
             torch.set_rng_state(state)
         else:
-            torch.get_device_module(device).set_rng_state(state, device)
+            torch.get_device_module(source).set_rng_state(state, source)

@@ -46,7 +46,7 @@ from hyper_parallel.platform.torch import compat
 from hyper_parallel.platform.torch.activation_checkpoint.graph import current_task, next_sequence
 from hyper_parallel.platform.torch.activation_checkpoint.ops import KNOWN, OpFacts, facts_of, is_weight_cast
 from hyper_parallel.platform.torch.activation_checkpoint.packed import Handle, Kept
-from hyper_parallel.platform.torch.activation_checkpoint.random_state import RandomState, set_state
+from hyper_parallel.platform.torch.activation_checkpoint.random_state import RandomState, Source, set_state
 from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import Packer
 from hyper_parallel.platform.torch.activation_checkpoint.storages import alias, tensors_in, unseen
 
@@ -298,7 +298,7 @@ class _Run:
         self.task = _current_task()
         self.counts: dict[int, int] = {}
         self.used: list[Handle] = []
-        self.displaced: dict[torch.device, Any] = {}  # the random states that rule 2 overwrote
+        self.displaced: dict[Source, Any] = {}  # the random states that rule 2 overwrote
 
 
 class _ThisThread(threading.local):
@@ -332,8 +332,8 @@ class ReplayMode(_RegionMode):
         for handle in run.used:
             handle.record.engine.let_go(handle.record)
         # Torch puts back what it knows of: nothing without preserve_rng_state, and only the devices of the inputs with it.
-        for device, state in run.displaced.items():
-            set_state(device, state)
+        for source, state in run.displaced.items():
+            set_state(source, state)
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replay one op."""

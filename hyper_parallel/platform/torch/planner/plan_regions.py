@@ -20,7 +20,6 @@ from hyper_parallel.planner.profile import EngineSettings
 from hyper_parallel.platform.torch.activation_checkpoint.checkpointing import checkpoint
 from hyper_parallel.platform.torch.activation_checkpoint.first_step import foretell
 from hyper_parallel.platform.torch.planner.blocks import BlockRef, fingerprint_of, refuse_wrapped, require_module
-from hyper_parallel.platform.torch.planner.key_values import with_own_cache
 from hyper_parallel.platform.torch.planner.measure import StepMeasure
 from hyper_parallel.platform.torch.planner.regions import Handle, Replacements, op_name, op_overload
 
@@ -53,7 +52,7 @@ class PlannedRegion:
             return function(*args, **kwargs)
         foretell(self._predicted_peak_bytes)
         return checkpoint(
-            with_own_cache(function, args, kwargs),
+            function,
             *args,
             policy_fn=_ByOccurrence(self._fates) if self._fates else None,
             swap_inputs=self._swaps_inputs,

@@ -14,7 +14,6 @@ from hyper_parallel.errors import PlanError
 from hyper_parallel.planner.rules import INPUT, OpTable, RuleFate, RuleSet
 from hyper_parallel.platform.torch.activation_checkpoint.checkpointing import checkpoint
 from hyper_parallel.platform.torch.planner.blocks import BlockRef, find_blocks, require_module
-from hyper_parallel.platform.torch.planner.key_values import with_own_cache
 from hyper_parallel.platform.torch.planner.paths import Paths
 from hyper_parallel.platform.torch.planner.regions import Handle, Replacements, op_name
 from hyper_parallel.platform.torch.planner.survey import list_ops, require_step
@@ -45,8 +44,7 @@ class RuledRegion:
         """Run the block as a region."""
         if torch.is_grad_enabled():
             self.seen[self._block, INPUT] += 1
-        region = with_own_cache(function, args, kwargs)
-        return checkpoint(region, *args, policy_fn=self.policy, swap_inputs=self._swaps_inputs, **kwargs)
+        return checkpoint(function, *args, policy_fn=self.policy, swap_inputs=self._swaps_inputs, **kwargs)
 
     def policy(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """What becomes of this op, here."""

@@ -20,7 +20,6 @@ from hyper_parallel.planner.rules import INPUT, OpRow, OpTable
 from hyper_parallel.platform.torch.activation_checkpoint.checkpointing import checkpoint
 from hyper_parallel.platform.torch.activation_checkpoint.graph import is_in_backward
 from hyper_parallel.platform.torch.planner.blocks import BlockRef, device_of, find_blocks, require_module
-from hyper_parallel.platform.torch.planner.key_values import with_own_cache
 from hyper_parallel.platform.torch.planner.observe import Observation, Observer
 from hyper_parallel.platform.torch.planner.paths import Paths
 from hyper_parallel.platform.torch.planner.regions import Replacements
@@ -68,7 +67,7 @@ class _SurveyedBlock:
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        output = checkpoint(with_own_cache(self._forward(function), args, kwargs), *args, swap_inputs=True, **kwargs)
+        output = checkpoint(self._forward(function), *args, swap_inputs=True, **kwargs)
         note_backward(output, self._has_backward)
         return output
 

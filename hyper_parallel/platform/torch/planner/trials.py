@@ -20,7 +20,6 @@ from hyper_parallel.core.activation_checkpoint.activation_checkpoint import Chec
 from hyper_parallel.platform.torch.activation_checkpoint.checkpointing import checkpoint
 from hyper_parallel.platform.torch.activation_checkpoint.graph import is_in_backward
 from hyper_parallel.platform.torch.planner.blocks import BlockRef
-from hyper_parallel.platform.torch.planner.key_values import with_own_cache
 from hyper_parallel.platform.torch.planner.meters import Meter
 from hyper_parallel.platform.torch.planner.observe import Observation, Observer, plain_tensors
 from hyper_parallel.platform.torch.planner.paths import Paths
@@ -153,7 +152,7 @@ class _TrialBlock:
             return function(*args, **kwargs)
         if self._how != OBSERVED:
             return checkpoint(
-                with_own_cache(function, args, kwargs),
+                function,
                 *args,
                 swap_inputs=self._how == REPLAYED_SWAPPED,
                 policy_fn=_keep_nothing if self._how == REGION else None,

@@ -1,0 +1,313 @@
+"""The Python state that a region's function finds and changes: noted before forward, put back around a replay.
+
+A replay runs the user's Python a second time. Without care it would find a list that is already popped, a counter that
+is already raised, a random source that has already drawn, and it would change them once more.
+
+1. When forward begins, the state in reach is noted: attributes, the items of lists, dicts, sets and deques, random
+   sources. Values are not copied, only what refers to them.
+2. When forward has ended, only what forward changed stays noted, as it was before.
+3. A replay begins with that state, and when it ends the state of the moment before the replay is put back.
+
+So forward's changes happen once, and a replay reads what forward read. In reach are the objects that :meth:`PythonState.note`
+is given and, four levels deep, what they refer to. Knows no framework: tensors and modules are left to the caller.
+"""
+
+from __future__ import annotations
+
+import collections
+import enum
+import operator
+import random
+import sys
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, Final, Protocol
+
+__all__ = ["PythonState", "RandomSource"]
+
+_MISSING: Final = object()
+_DEEPEST: Final = 4
+_MOST_OBJECTS: Final = 2000  # a graph of objects larger than this is not followed to its end
+_VALUES: Final = frozenset(
+    {int, float, complex, bool, str, bytes, type(None), type(Ellipsis), slice, range, type, types.FunctionType,
+     types.BuiltinFunctionType, types.MethodType, types.ModuleType, types.CodeType}
+)  # fmt: skip
+
+Undo = Callable[[], None]
+
+
+class RandomSource(Protocol):
+    """How to read and set the state of one kind of random source."""
+
+    def read(self, source: Any) -> Any:
+        """The state, in a form that later draws do not change."""
+
+    def write(self, source: Any, state: Any) -> None:
+        """Continue from a state."""
+
+    def is_same(self, one: Any, two: Any) -> bool:
+        """Whether nothing was drawn between two states."""
+
+
+class _Noted(Protocol):
+    def keep_changes(self) -> bool:
+        """Forget what forward left alone; False when nothing is left."""
+
+    def put_back(self) -> Undo:
+        """Put the noted state in place; the answer restores what was there."""
+
+
+class _Attributes:
+    """The names of one object's ``__dict__``, or of a module's."""
+
+    __slots__ = ("_always", "_before", "_is_open", "_names")
+
+    def __init__(self, names: dict[str, Any], always: tuple[str, ...] = ()) -> None:
+        self._names = names
+        self._before = dict(names)
+        self._always = always  # put back even if forward did not change them
+        self._is_open = True
+
+    def _changed(self) -> dict[str, Any]:
+        before, now = self._before, self._names
+        if len(before) == len(now) and all(map(operator.is_, before.values(), now.values())):
+            changed = {}
+        else:
+            names = {*before, *now}
+            changed = {
+                name: before.get(name, _MISSING)
+                for name in names
+                if before.get(name, _MISSING) is not now.get(name, _MISSING)
+            }
+        for name in self._always:
+            if name in before:
+                changed[name] = before[name]
+        return changed
+
+    def keep_changes(self) -> bool:
+        if self._is_open:
+            self._before = self._changed()
+            self._is_open = False
+        return bool(self._before)
+
+    def put_back(self) -> Undo:
+        wanted = self._changed() if self._is_open else self._before
+        now = {name: self._names.get(name, _MISSING) for name in wanted}
+        self._set(wanted)
+        return lambda: self._set(now)
+
+    def _set(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            if value is _MISSING:
+                self._names.pop(name, None)
+            else:
+                self._names[name] = value
+
+
+class _Items:
+    """The items of one list, dict, set or deque."""
+
+    __slots__ = ("_before", "_first", "_is_open", "_items")
+
+    def __init__(self, items: Any) -> None:
+        self._items = items
+        self._before: list[Any] | None = _flat(items)  # None: forward only appended, see ``_first``
+        self._first = len(items)
+        self._is_open = True
+
+    def _is_same(self) -> bool:
+        return self._before is not None and _identical(self._before, _flat(self._items))
+
+    def keep_changes(self) -> bool:
+        if self._is_open:
+            self._is_open = False
+            now = _flat(self._items)
+            assert self._before is not None, "noted"
+            if _identical(self._before, now):
+                self._before, self._first = None, -1
+            elif not isinstance(self._items, set) and _identical(self._before, now[: self._first]):
+                self._before = None  # what was there before need not be held
+        return self._before is not None or self._first >= 0
+
+    def put_back(self) -> Undo:
+        now = _flat(self._items)
+        wanted = now[: self._first] if self._before is None else self._before
+        if _identical(wanted, now):
+            return lambda: _refill(self._items, now)
+        _refill(self._items, wanted)
+        return lambda: _refill(self._items, now)
+
+
+def _flat(items: Any) -> list[Any]:
+    return list(items.items()) if isinstance(items, dict) else list(items)
+
+
+def _identical(one: list[Any], two: list[Any]) -> bool:
+    if len(one) != len(two):
+        return False
+    for left, right in zip(one, two):
+        if left is right:
+            continue
+        is_pair = type(left) is tuple and type(right) is tuple and len(left) == len(right) == 2
+        if not is_pair or left[0] is not right[0] or left[1] is not right[1]:
+            return False
+    return True
+
+
+def _refill(items: Any, content: list[Any]) -> None:
+    items.clear()
+    if isinstance(items, list | collections.deque):
+        items.extend(content)
+    else:
+        items.update(content)
+
+
+_CONTAINERS: Final = frozenset({list, dict, set, collections.deque, collections.defaultdict, collections.OrderedDict})
+
+
+class _Draws:
+    """One random source."""
+
+    __slots__ = ("_before", "_how", "_source")
+
+    def __init__(self, source: Any, how: RandomSource) -> None:
+        self._source = source
+        self._how = how
+        self._before = how.read(source)
+
+    def keep_changes(self) -> bool:
+        return not self._how.is_same(self._before, self._how.read(self._source))
+
+    def put_back(self) -> Undo:
+        now = self._how.read(self._source)
+        self._how.write(self._source, self._before)
+        return lambda: self._how.write(self._source, now)
+
+
+class _PythonRandom:
+    """``random``'s own functions, and ``random.Random``."""
+
+    def read(self, source: Any) -> Any:
+        return source.getstate()
+
+    def write(self, source: Any, state: Any) -> None:
+        source.setstate(state)
+
+    def is_same(self, one: Any, two: Any) -> bool:
+        return bool(one == two)
+
+
+class _NumpyStream:
+    """``numpy.random``'s own functions, and ``numpy.random.RandomState``."""
+
+    def read(self, source: Any) -> Any:
+        return source.get_state()
+
+    def write(self, source: Any, state: Any) -> None:
+        source.set_state(state)
+
+    def is_same(self, one: Any, two: Any) -> bool:  # (name, keys, position, has_gauss, gauss)
+        return bool(one[0] == two[0] and one[2:] == two[2:] and one[1].tobytes() == two[1].tobytes())
+
+
+class _NumpyGenerator:
+    """``numpy.random.Generator``."""
+
+    def read(self, source: Any) -> Any:
+        return source.bit_generator.state
+
+    def write(self, source: Any, state: Any) -> None:
+        source.bit_generator.state = state
+
+    def is_same(self, one: Any, two: Any) -> bool:
+        return repr(one) == repr(two)
+
+
+_PYTHON_RANDOM: Final = _PythonRandom()
+_NUMPY_STREAM: Final = _NumpyStream()
+_NUMPY_GENERATOR: Final = _NumpyGenerator()
+
+
+def _random_source_of(value: Any) -> RandomSource | None:
+    if isinstance(value, random.Random):
+        return None if isinstance(value, random.SystemRandom) else _PYTHON_RANDOM
+    numpy_random = getattr(sys.modules.get("numpy"), "random", None)
+    if numpy_random is not None:
+        if isinstance(value, numpy_random.Generator):
+            return _NUMPY_GENERATOR
+        if isinstance(value, numpy_random.RandomState):
+            return _NUMPY_STREAM
+    return None
+
+
+class PythonState:
+    """What was noted for one forward."""
+
+    def __init__(self, is_foreign: Callable[[Any], bool]) -> None:
+        self._is_foreign = is_foreign  # tensors, modules and other objects that the caller looks after
+        self._noted: list[_Noted] = []
+        self._seen: dict[int, Any] = {}  # holds the objects while it exists, so that an id names one of them
+
+    def note(self, values: Iterable[Any], *, depth: int = 0) -> None:
+        """Note the state of these objects and of what they refer to."""
+        for value in values:
+            kind = type(value)
+            if kind in _VALUES or depth > _DEEPEST or len(self._noted) >= _MOST_OBJECTS:
+                continue
+            if kind is tuple:
+                self.note(value, depth=depth)
+            elif id(value) not in self._seen and not self._is_foreign(value):
+                self._seen[id(value)] = value
+                self._note_object(value, kind, depth)
+
+    def _note_object(self, value: Any, kind: type, depth: int) -> None:
+        if kind in _CONTAINERS:
+            self._noted.append(_Items(value))
+            self.note(value.values() if isinstance(value, dict) else tuple(value), depth=depth + 1)
+            return
+        source = _random_source_of(value)
+        if source is not None:
+            self._noted.append(_Draws(value, source))
+            return
+        names = getattr(value, "__dict__", None)
+        if type(names) is dict and not isinstance(value, type | enum.Enum):
+            self._noted.append(_Attributes(names))
+            self.note(tuple(names.values()), depth=depth + 1)
+
+    def note_names(self, names: dict[str, Any], *, always: tuple[str, ...] = ()) -> None:
+        """Note the attributes of a module; those in ``always`` are put back even if forward leaves them alone."""
+        self._noted.append(_Attributes(names, always))
+
+    def note_source(self, source: Any, how: RandomSource) -> None:
+        """Note a random source of a framework."""
+        if id(source) not in self._seen:
+            self._seen[id(source)] = source
+            self._noted.append(_Draws(source, how))
+
+    def note_global_draws(self) -> None:
+        """Note the streams of ``random`` and ``numpy.random``."""
+        self.note_source(random, _PYTHON_RANDOM)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            self.note_source(numpy.random, _NUMPY_STREAM)
+
+    def keep_changes(self) -> None:
+        """Forward has ended: forget everything that it left alone."""
+        self._noted = [noted for noted in self._noted if noted.keep_changes()]
+        self._seen = {}
+
+    def put_back(self) -> Undo:
+        """Put the noted state in place for a replay; the answer restores what was there before."""
+        undone: list[Undo] = []
+        try:
+            for noted in self._noted:
+                undone.append(noted.put_back())
+        except BaseException:
+            _undo(undone)
+            raise
+        return lambda: _undo(undone)
+
+
+def _undo(undone: list[Undo]) -> None:
+    while undone:
+        undone.pop()()
