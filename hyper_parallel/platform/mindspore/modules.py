@@ -11,7 +11,7 @@ import mindspore
 from mindspore import mint, nn
 
 from hyper_parallel.platform.base.modules import ModuleMembers
-from hyper_parallel.platform.base.unsupported import class_property
+from hyper_parallel.platform.base.unsupported import class_or_instance_method, class_property
 from hyper_parallel.platform.mindspore import checkpoint_files, gradients, initialization, parameters, state_dict
 from hyper_parallel.platform.mindspore.groups import my_rank
 from hyper_parallel.platform.mindspore.tensors import MindSporeTensorMembers, dtype_of
@@ -56,12 +56,12 @@ class MindSporeModuleMembers(ModuleMembers):
         """Every parameter under its dotted name; a tied one under its first."""
         return dict(cell.parameters_and_names())
 
-    @classmethod
+    @class_or_instance_method
     def search_parameter_by_name(cls, cell: Any, param_name: str) -> Any:
         """The parameter of that dotted name, or None; each name of a tied parameter finds it."""
         return parameters.find(cell, cls._plain_parameter_name(param_name))
 
-    @classmethod
+    @class_or_instance_method
     def update_parameter_by_name(cls, cell: Any, result: tuple[str, Any], new_param: Any) -> bool:
         """Put ``new_param`` wherever the parameter of that name is held, ties included; whether it was found."""
         if not isinstance(new_param, mindspore.Parameter):
@@ -121,13 +121,6 @@ class MindSporeModuleMembers(ModuleMembers):
     def is_embedding_module(module: Any) -> bool:
         """Whether ``module`` is ``nn.Embedding``, ``mint.nn.Embedding`` or made from one."""
         return isinstance(module, nn.Embedding | mint.nn.Embedding)
-
-    @staticmethod
-    def register_forward_pre_hook(
-        module: Any, hook: Callable[..., Any], prepend: bool = False, with_kwargs: bool = False
-    ) -> Any:
-        """Call ``hook(module, args)``, or ``hook(module, args, kwargs)``, before construct; removable."""
-        return module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
 
     @staticmethod
     def register_full_backward_hook(module: Any, hook: Callable[..., Any], prepend: bool = False) -> Any:
