@@ -183,11 +183,11 @@ def test_a_layout_stays_on_the_parameter(mindspore, platform, adapter, monkeypat
     from hyper_parallel.platform.mindspore import modules
 
     values = np.arange(32, dtype=np.float32).reshape(8, 4)
-    parameter = mindspore.Parameter(mindspore.Tensor(values))
     layout = mindspore.parallel.Layout((2, 2, 2), ("a", "b", "c"))(("a", "c"), "b")
-    assert platform.set_layout_into_parameter(parameter, layout) is parameter
     for rank in range(8):
         monkeypatch.setattr(modules, "my_rank", lambda rank=rank: rank)
+        parameter = mindspore.Parameter(mindspore.Tensor(values))
+        assert platform.set_layout_into_parameter(parameter, layout) is parameter
         a, b, c = rank // 4, rank // 2 % 2, rank % 2
         row = 2 * (2 * a + c)
         assert platform.get_param_local_shape(parameter) == (2, 2)

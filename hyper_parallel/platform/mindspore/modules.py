@@ -73,27 +73,27 @@ class MindSporeModuleMembers(ModuleMembers):
 
     @staticmethod
     def set_layout_into_parameter(param: Any, layout: Any) -> Any:
-        """Keep a ``mindspore.parallel.Layout`` on the parameter and return it; its data stays whole."""
-        return parameters.set_layout(param, layout)
+        """Give the parameter a ``mindspore.parallel.Layout`` and leave it this rank's part; returns the parameter."""
+        return parameters.set_layout(param, layout, my_rank())
 
     @staticmethod
     def get_param_local_shape(param: Any) -> tuple[int, ...]:
-        """The shape of this rank's part under the parameter's layout; the whole shape without one."""
-        return parameters.local_shape(param, my_rank())
+        """The shape of what this rank holds."""
+        return tuple(param.shape)
 
     @staticmethod
     def get_param_local_data(param: Any) -> Any:
-        """This rank's part under the parameter's layout; all of it, sharing memory, without one."""
-        return parameters.local_data(param, my_rank())
+        """What this rank holds, detached, sharing memory."""
+        return parameters.local_data(param)
 
     @staticmethod
     def update_param_data(param: Any, data: Any) -> None:
-        """Let ``param`` use ``data`` from now on, without a copy."""
+        """Let ``param`` use ``data`` from now on, without a copy; a sharded one takes its local part."""
         parameters.set_data(param, data)
 
     @staticmethod
     def load_into_param(param: Any, data: Any) -> None:
-        """Copy ``data`` into a plain or meta parameter; the object stays the same."""
+        """Copy ``data`` into a plain, meta or sharded parameter; the object stays the same."""
         parameters.fill(param, data)
 
     @staticmethod
@@ -136,7 +136,7 @@ class MindSporeModuleMembers(ModuleMembers):
 
     @staticmethod
     def get_model_state_dict(model: Any, *, options: Any = None) -> dict[str, Any]:
-        """Parameters and persistent buffers."""
+        """Parameters and persistent buffers; a full state dict gathers what has a layout, so every rank must call."""
         return state_dict.get_model_state_dict(model, options, my_rank())
 
     @staticmethod

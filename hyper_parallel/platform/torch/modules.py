@@ -64,7 +64,7 @@ class TorchModuleMembers(ModuleMembers):
 
     @staticmethod
     def set_layout_into_parameter(param: torch.Tensor, layout: Any) -> torch.nn.Parameter:
-        """A DTensor parameter laid out over (mesh, placements); put it in place with update_parameter_by_name."""
+        """Shard the parameter over (mesh, placements) wherever it is held; returns the DTensor parameter."""
         return parameters.set_layout(param, layout)
 
     @staticmethod
