@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import numpy as np
@@ -103,6 +104,17 @@ def test_a_parameter_without_bytes_takes_a_layout_and_is_filled_later(world: Wor
     np.testing.assert_array_equal(found, part(world, WHOLE))
     filled = adapter.numpy(platform.get_param_local_data(model.second.weight))
     assert (filled.shape, bool(np.isfinite(filled).all())) == ((2, 4), True)
+
+
+@covers("set_layout_into_parameter", "get_model_state_dict")
+@on_ranks(2)
+def test_a_copy_of_a_model_keeps_its_layout(world: World):
+    model, _ = sharded_model(world)
+    copied = copy.deepcopy(model)
+    world.platform.load_into_param(copied.first.weight, world.adapter.tensor(WHOLE + 1))
+    for original, values in ((copied, WHOLE + 1), (model, WHOLE)):
+        state = world.platform.get_model_state_dict(original, options={"full_state_dict": True})
+        np.testing.assert_array_equal(world.adapter.numpy(state["first.weight"]), values)
 
 
 @covers("get_model_state_dict", "save_checkpoint", "load_checkpoint")

@@ -72,6 +72,9 @@ def _total_norm(owners: list[Any], power: float) -> Any:
         grad = getattr(owner, "grad", None)
         if grad is not None and grad.size and (ranks is None or sharded.counts_here(owner)):
             family.append(grad)
+    # One dtype for what ranks send each other, decided by the parameters, which all of them have.
+    is_wide = any(owner.dtype == mindspore.float64 for owner in owners)
+    wire = mindspore.float64 if is_wide else mindspore.float32
     norms: list[Any] = []
     for ranks, grads in families.items():
         if ranks is None:
@@ -79,7 +82,7 @@ def _total_norm(owners: list[Any], power: float) -> Any:
             continue
         # Nothing here, but the others gather: the norm that adds nothing to theirs.
         own = _norm(grads, power) if grads else mindspore.Tensor(0.0 if power >= 0 else float("inf"))
-        norms += sharded.gathered_norms(own.to(mindspore.float32), ranks)
+        norms += sharded.gathered_norms(own.to(wire), ranks)
     if len(norms) < 2:
         return norms[0] if norms else _norm([], power)
     return sum(norms[1:], start=norms[0]) if power == 0.0 else _norm(norms, power)

@@ -7,6 +7,8 @@ layout, the whole shape and where the part lies in it are kept on the parameter.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import weakref
 from typing import Any, Final
 
 import mindspore
@@ -131,8 +133,22 @@ def set_layout(param: Any, layout: Any, rank: int) -> Any:  # mindspore.Paramete
     shape = tuple(param.shape)
     part = Part(layout=layout, whole_shape=shape, slices=_local_slices(shape, record, rank))
     _keep_part(param, part)
-    setattr(param, _PART, part)
+    _attach(param, part)
     return param
+
+
+def _attach(param: Any, part: Part) -> None:
+    setattr(param, _PART, part)
+    # MindSpore copies none of a parameter's own attributes: the copy would pass its part off as the whole. The weak
+    # reference keeps the parameter out of a cycle, so that its memory is returned at once.
+    param.__deepcopy__ = functools.partial(_copy_with_part, weakref.ref(param))
+
+
+def _copy_with_part(reference: Any, memo: Any) -> Any:  # weakref.ref of a mindspore.Parameter
+    param = reference()
+    made = mindspore.Parameter.__deepcopy__(param, memo)
+    _attach(made, getattr(param, _PART))
+    return made
 
 
 def _keep_part(param: Any, part: Part) -> None:
