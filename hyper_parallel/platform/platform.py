@@ -9,7 +9,8 @@ from __future__ import annotations
 import enum
 import importlib
 import os
-from typing import ClassVar, Final
+from collections.abc import Callable
+from typing import Any, ClassVar, Final
 
 from hyper_parallel.platform.base.collectives import CollectiveMembers
 from hyper_parallel.platform.base.differentiable import DifferentiableMembers
@@ -17,6 +18,7 @@ from hyper_parallel.platform.base.groups import EXISTING_COMM_GROUPS, GroupInfo,
 from hyper_parallel.platform.base.modules import ModuleMembers
 from hyper_parallel.platform.base.streams import StreamMembers
 from hyper_parallel.platform.base.tensors import TensorMembers
+from hyper_parallel.platform.base.unsupported import class_or_instance_method
 
 __all__ = [
     "EXISTING_COMM_GROUPS",
@@ -45,9 +47,51 @@ class PlatformType(enum.Enum):
 
 
 class Platform(TensorMembers, ModuleMembers, StreamMembers, GroupMembers, CollectiveMembers, DifferentiableMembers):
-    """The contract: every member exists here; what needs a framework says so, naming the member."""
+    """The contract: every member exists here; what needs a framework says so, naming the member.
+
+    Note: the gradient handle
+        A trainer launches an asynchronous reduction of gradients and gives its handle to ``set_grad_reduce_handle``. One
+        handle is in flight. When the next arrives, the previous one is first finished on the gradient stream: waited for
+        there, and its post-processing run there, so that the compute stream is not held up. ``wait_grad_handle``
+        finishes the last one and orders the current stream after the gradient stream. The three attributes are those of
+        this class, whichever subclass is called: a process has one handle in flight.
+    """
 
     platform_type: ClassVar[PlatformType | None] = None
+    current_grad_handle: ClassVar[Any] = None
+    post_grad_handle_process: ClassVar[Callable[[], Any] | None] = None
+    grad_sync_stream: ClassVar[Any] = None
+
+    @class_or_instance_method
+    def set_grad_reduce_handle(cls, handle: Any, post_process: Callable[[], Any] | None = None) -> None:
+        """Put ``handle`` in flight, after finishing the previous one on the gradient stream."""
+        cls._process_current_handle()
+        Platform.current_grad_handle = handle
+        # A bare function on a class would become a method; staticmethod keeps it the function it was given as.
+        Platform.post_grad_handle_process = None if post_process is None else staticmethod(post_process)
+
+    @class_or_instance_method
+    def wait_grad_handle(cls) -> None:
+        """Finish the handle in flight and order the current stream after the gradient stream."""
+        cls._process_current_handle()
+        if Platform.grad_sync_stream is not None:
+            cls.get_current_stream().wait_stream(Platform.grad_sync_stream)
+
+    @class_or_instance_method
+    def _process_current_handle(cls) -> None:
+        """Wait for the handle in flight and run its post-processing, both on the gradient stream."""
+        handle, post_process = Platform.current_grad_handle, Platform.post_grad_handle_process
+        if handle is None:
+            return
+        # Cleared first: after a failed reduction the next step must not wait for the same handle again.
+        Platform.current_grad_handle = None
+        Platform.post_grad_handle_process = None
+        if Platform.grad_sync_stream is None:
+            Platform.grad_sync_stream = cls.new_stream()
+        with cls.get_stream_context()(Platform.grad_sync_stream):
+            handle.wait()
+            if post_process is not None:
+                post_process()
 
 
 platform: Platform | None = None
@@ -57,12 +101,13 @@ platform: Platform | None = None
 def get_platform() -> Platform:
     """The platform of this process.
 
-    The cached one; else what ``HYPER_PARALLEL_PLATFORM`` names; else MindSpore if it is installed; else torch.
+    The cached one; else what ``HYPER_PARALLEL_PLATFORM`` names; else MindSpore if it is installed; else torch. An empty
+    variable counts as unset.
     """
     if platform is not None:
         return platform
-    name = os.environ.get(HYPER_PARALLEL_PLATFORM)
-    if name is not None:
+    name = os.environ.get(HYPER_PARALLEL_PLATFORM, "").strip()
+    if name:
         return _platform_named(name)
     if _imports("mindspore"):
         return get_mindspore_platform()
@@ -89,7 +134,7 @@ def _platform_named(name: str) -> Platform:
         HYPER_PARALLEL_PLATFORM_TORCH: get_torch_platform,
         HYPER_PARALLEL_PLATFORM_MINDSPORE: get_mindspore_platform,
     }
-    create = creators.get(name.strip().lower())
+    create = creators.get(name.lower())
     if create is None:
         raise ValueError(
             f"get_platform: cannot choose {name!r}, which {HYPER_PARALLEL_PLATFORM} names; because it is no platform; "

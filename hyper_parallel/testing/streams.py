@@ -141,6 +141,7 @@ class Timeline:
         self.lock = threading.RLock()  # workers of a tier queue copies too
         self.compute = SimulatedStream("compute", runs_at_once=True)
         self.lanes: list[SimulatedStream] = []
+        self._lane_of: dict[int, tuple[Any, SimulatedStream]] = {}  # id of a foreign stream -> that stream, its lane
         self._host_clock: Clock = {}
 
     @_locked
@@ -149,6 +150,19 @@ class Timeline:
         lane = SimulatedStream(f"copy-{len(self.lanes)}", runs_at_once=False)
         self.lanes.append(lane)
         return lane
+
+    @_locked
+    def lane_of(self, stream: Any) -> SimulatedStream:
+        """The simulated stream that stands for ``stream``.
+
+        A simulated stream stands for itself. The platform's own ``new_stream()`` gives a stream of the host where the
+        simulation plays the device: such a stream gets a copy stream of its own at its first use.
+        """
+        if isinstance(stream, SimulatedStream):
+            return stream
+        if id(stream) not in self._lane_of:  # the entry keeps the foreign stream alive, so that its id stays its own
+            self._lane_of[id(stream)] = stream, self.new_lane()
+        return self._lane_of[id(stream)][1]
 
     @_locked
     def tick(self, stream: SimulatedStream) -> None:

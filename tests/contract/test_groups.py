@@ -18,6 +18,19 @@ def test_alone_i_am_rank_zero_of_one(platform):
     assert (platform.get_rank(), platform.get_world_size(), platform.get_group_local_rank()) == (0, 1, 0)
 
 
+@covers("create_group", "_create_group")
+def test_a_subclass_may_override_create_group_as_an_instance_method(platform, monkeypatch):
+    class Naming(type(platform)):
+        def _create_group(self, rank_list):
+            return (self, rank_list)
+
+    naming = Naming()
+    monkeypatch.setattr(Naming, "_is_live_group", staticmethod(lambda group: True))
+    monkeypatch.setitem(EXISTING_COMM_GROUPS, "(0,)", None)
+    assert naming.create_group([0]) == (naming, [0])
+    assert naming.get_created_group([0]) == (naming, [0])
+
+
 def test_collectives_without_a_world_say_what_to_do(platform, adapter):
     with pytest.raises(GroupError, match=r"barrier: .*no process group exists; call init_process_group"):
         platform.barrier()

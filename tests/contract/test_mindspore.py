@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import pytest
 
+import hyper_parallel as hp
 from hyper_parallel.errors import GroupError, HyperParallelError, UnsupportedMemberError
 
 from .marks import covers, on_ranks
@@ -84,8 +85,43 @@ def test_checkpoint_takes_contexts_and_refuses_foreign_options(mindspore, platfo
     np.testing.assert_array_equal(adapter.gradients(run, BATCH), plain)
     with pytest.raises(ValueError, match=r"checkpoint: use_reentrant=True is not .*leave it out"):
         platform.checkpoint(model, adapter.tensor(BATCH), use_reentrant=True)
-    with pytest.raises(ValueError, match=r"checkpoint: \['preserve_rng_state'\] are not options .*save_rng_state"):
-        platform.checkpoint(model, adapter.tensor(BATCH), preserve_rng_state=False)
+    with pytest.raises(ValueError, match=r"checkpoint: \['debug'\] are not options .*preserve_rng_state"):
+        platform.checkpoint(model, adapter.tensor(BATCH), debug=True)
+    with pytest.raises(ValueError, match=r"contradict each other; they are two names of one option"):
+        platform.checkpoint(model, adapter.tensor(BATCH), preserve_rng_state=True, save_rng_state=False)
+
+
+@covers("checkpoint", "ckpt_wrapper")
+@pytest.mark.parametrize("way", ["checkpoint", "ckpt_wrapper", "public", "policy", "swapped inputs"])
+def test_preserve_rng_state_says_whether_a_replay_draws_the_same_numbers(mindspore, platform, adapter, way):
+    values = np.linspace(-1.0, 1.0, 400, dtype=np.float32).reshape(20, 20)
+    recompute_all = lambda ctx, op, *args: hp.CheckpointPolicy.PREFER_RECOMPUTE  # noqa: E731
+    ways = {
+        "checkpoint": lambda region, x, **option: platform.checkpoint(region, x, **option),
+        "ckpt_wrapper": lambda region, x, **option: platform.ckpt_wrapper(region, **option)(x),
+        "public": lambda region, x, **option: hp.checkpoint(region, x, **option),
+        "policy": lambda region, x, **option: hp.checkpoint(region, x, policy_fn=recompute_all, **option),
+        "swapped inputs": lambda region, x, **option: hp.checkpoint(region, x, swap_inputs=True, **option),
+    }
+
+    def gradient(run, **option):
+        mindspore.set_seed(4)
+        dropout = mindspore.nn.Dropout(p=0.5).set_train()
+        drawn.clear()
+
+        def region(x):
+            drawn.append(np.random.rand())
+            return dropout(x.exp()) * x
+
+        return adapter.gradients(lambda x: run(region, x, **option).sum(), values)
+
+    drawn: list[float] = []
+    plain = gradient(lambda region, x: region(x))
+    np.testing.assert_array_equal(gradient(ways[way]), plain)
+    np.testing.assert_array_equal(gradient(ways[way], preserve_rng_state=True), plain)
+    assert drawn[0] == drawn[1]
+    assert not np.array_equal(gradient(ways[way], preserve_rng_state=False), plain)
+    assert drawn[0] != drawn[1]
 
 
 @covers("checkpoint")
@@ -147,11 +183,11 @@ def test_a_layout_stays_on_the_parameter(mindspore, platform, adapter, monkeypat
     from hyper_parallel.platform.mindspore import modules
 
     values = np.arange(32, dtype=np.float32).reshape(8, 4)
-    parameter = mindspore.Parameter(mindspore.Tensor(values))
     layout = mindspore.parallel.Layout((2, 2, 2), ("a", "b", "c"))(("a", "c"), "b")
-    assert platform.set_layout_into_parameter(parameter, layout) is parameter
     for rank in range(8):
         monkeypatch.setattr(modules, "my_rank", lambda rank=rank: rank)
+        parameter = mindspore.Parameter(mindspore.Tensor(values))
+        assert platform.set_layout_into_parameter(parameter, layout) is parameter
         a, b, c = rank // 4, rank // 2 % 2, rank % 2
         row = 2 * (2 * a + c)
         assert platform.get_param_local_shape(parameter) == (2, 2)

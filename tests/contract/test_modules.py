@@ -112,6 +112,14 @@ def test_a_stage_is_a_number(platform, models, stage):
         platform.init_parameters(models.small(), stage)
 
 
+@covers("init_parameters")
+def test_a_stage_has_a_module(platform):
+    with pytest.raises(ValueError, match=r"init_parameters: module must be the module of a pipeline stage; got None"):
+        platform.init_parameters(None, 0)
+    with pytest.raises(ValueError, match=r"init_parameters: module must be"):
+        platform.init_parameters(module=None, stage_index=0)
+
+
 @covers("init_on_device", "init_parameters", "meta_device", "load_into_param")
 def test_models_are_born_without_bytes_and_filled_later(platform, adapter, models):
     with platform.init_on_device(platform.meta_device):

@@ -42,13 +42,22 @@ def test_importing_imports_no_framework(module):
     assert says(fresh(code)) == "[]"
 
 
-@pytest.mark.parametrize("value", ["tensorflow", "", "torch,mindspore"])
+@pytest.mark.parametrize("value", ["tensorflow", "torch,mindspore"])
 def test_an_unknown_platform_lists_the_two(value, monkeypatch):
     monkeypatch.setattr(platform_module, "platform", None)
     monkeypatch.setenv("HYPER_PARALLEL_PLATFORM", value)
     with pytest.raises(ValueError, match=rf"cannot choose '{value}', .* set it to one of torch, mindspore"):
         get_platform()
     assert platform_module.platform is None
+
+
+@pytest.mark.parametrize("value", ["", " "])
+def test_an_empty_variable_means_unset(value, monkeypatch):
+    monkeypatch.setattr(platform_module, "platform", None)
+    monkeypatch.setenv("HYPER_PARALLEL_PLATFORM", value)
+    monkeypatch.setattr(platform_module, "_imports", lambda framework: framework == "torch")
+    monkeypatch.setattr(platform_module, "get_torch_platform", lambda: "the torch platform")
+    assert get_platform() == "the torch platform"
 
 
 @pytest.mark.parametrize("value", ["torch", "TORCH", "Torch"])

@@ -5,10 +5,15 @@ from __future__ import annotations
 import contextlib
 import threading
 
+import numpy as np
 import pytest
 
+import hyper_parallel as hp
+import hyper_parallel.platform.platform as platform_module
+from hyper_parallel.core.activation_checkpoint.swap import Storage, SwapManager, SwapTensor
 from hyper_parallel.errors import UnsupportedMemberError
-from hyper_parallel.platform.base.streams import StreamMembers
+from hyper_parallel.platform.platform import Platform
+from hyper_parallel.testing import simulated_accelerator
 
 from .marks import covers
 
@@ -74,11 +79,11 @@ class Handle:
     def wait(self):
         if self.error is not None:
             raise self.error
-        on_gradient_stream = self.platform.get_current_stream() == type(self.platform).grad_sync_stream
+        on_gradient_stream = self.platform.get_current_stream() == Platform.grad_sync_stream
         self.log.append((f"wait {self.name}", on_gradient_stream))
 
     def post(self):
-        on_gradient_stream = self.platform.get_current_stream() == type(self.platform).grad_sync_stream
+        on_gradient_stream = self.platform.get_current_stream() == Platform.grad_sync_stream
         self.log.append((f"post {self.name}", on_gradient_stream))
 
 
@@ -87,18 +92,72 @@ def test_one_handle_is_in_flight_and_the_previous_is_finished_first(platform):
     log: list[tuple[str, bool]] = []
     first, second = Handle(platform, log, "a"), Handle(platform, log, "b")
     platform.set_grad_reduce_handle(first, first.post)
-    assert type(platform).current_grad_handle is first
+    assert Platform.current_grad_handle is first
     assert log == []
     platform.set_grad_reduce_handle(second)
     assert log == [("wait a", True), ("post a", True)]
-    assert type(platform).current_grad_handle is second
-    assert type(platform).post_grad_handle_process is None
+    assert Platform.current_grad_handle is second
+    assert Platform.post_grad_handle_process is None
     platform.wait_grad_handle()
     assert log == [("wait a", True), ("post a", True), ("wait b", True)]
-    assert type(platform).current_grad_handle is None
+    assert Platform.current_grad_handle is None
     platform.wait_grad_handle()
     platform._process_current_handle()
     assert len(log) == 3
+
+
+@covers("set_grad_reduce_handle", "wait_grad_handle")
+def test_every_platform_shares_the_handle_that_is_in_flight(platform):
+    class Derived(type(platform)):
+        pass
+
+    log: list[tuple[str, bool]] = []
+    handle = Handle(platform, log, "a")
+    Derived().set_grad_reduce_handle(handle)
+    for reader in (Platform, type(platform), platform, Derived):
+        assert reader.current_grad_handle is handle
+    Platform.wait_grad_handle.__func__(platform)
+    assert log == [("wait a", True)]
+    state = {"current_grad_handle", "post_grad_handle_process", "grad_sync_stream"}
+    assert not [owner for owner in Derived.__mro__ if owner is not Platform and state & set(vars(owner))]
+
+
+@covers("new_stream", "set_grad_reduce_handle", "wait_grad_handle")
+def test_a_subclass_may_override_new_stream_as_an_instance_method(platform, monkeypatch):
+    monkeypatch.setattr(Platform, "grad_sync_stream", None)
+
+    class Counting(type(platform)):
+        def __init__(self):
+            self.made = []
+
+        def new_stream(self):
+            self.made.append(super().new_stream())
+            return self.made[-1]
+
+    counting, log = Counting(), []
+    counting.set_grad_reduce_handle(Handle(platform, log, "a"))
+    counting.wait_grad_handle()
+    assert counting.made == [Platform.grad_sync_stream]
+    assert log == [("wait a", True)]
+
+
+@covers("new_stream")
+@pytest.mark.parametrize("timing", ["lazy", "random", "eager"])
+def test_copies_go_to_a_stream_of_the_platform_under_simulation(platform, adapter, monkeypatch, timing):
+    monkeypatch.setattr(platform_module, "platform", platform)
+    with hp.configure(hp.SwapConfig(min_bytes=0)), simulated_accelerator(timing):
+        value = adapter.tensor(np.ones((8, 8)), "float32") * 3
+        moved, storage, stream = SwapTensor(value, "mul"), Storage(), platform.new_stream()
+        storage.swap_storage.setdefault(0, []).append(moved)
+        del value
+        storage.launch_offload(stream)
+        storage.wait_offload()
+        assert moved.state == "host"
+        storage.resize_device_storage()
+        storage.launch_load(stream)
+        storage.wait_load()
+        assert adapter.numpy(moved.get_val()).tolist() == [[3.0] * 8] * 8
+    SwapManager().reset()
 
 
 @covers("set_grad_reduce_handle")
@@ -126,7 +185,8 @@ def test_a_failed_reduction_is_raised_once(platform):
 
 
 @covers("wait_grad_handle")
-def test_the_current_stream_is_ordered_after_the_gradient_stream():
+def test_the_current_stream_is_ordered_after_the_gradient_stream(monkeypatch):
+    monkeypatch.setattr(Platform, "grad_sync_stream", None)
     log: list[str] = []
 
     class LoggingStream:
@@ -136,7 +196,7 @@ def test_the_current_stream_is_ordered_after_the_gradient_stream():
         def wait_stream(self, other):
             log.append(f"{self.name} waits for {other.name}")
 
-    class Logging(StreamMembers):
+    class Logging(Platform):
         @staticmethod
         def new_stream():
             return LoggingStream("gradient")

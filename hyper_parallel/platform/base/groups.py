@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from hyper_parallel.errors import GroupError
-from hyper_parallel.platform.base.unsupported import needs_framework
+from hyper_parallel.platform.base.unsupported import class_or_instance_method, needs_framework
 
 __all__ = ["EXISTING_COMM_GROUPS", "GroupInfo", "GroupMembers"]
 
@@ -144,7 +144,7 @@ class GroupMembers:
         """Make a group of ascending, valid ranks; :meth:`create_group` is the door with the cache."""
         raise needs_framework("_create_group")
 
-    @classmethod
+    @class_or_instance_method
     def create_group(cls, rank_list: Any) -> Any:
         """The group of these ranks, in any order; made at the first call, cached afterwards.
 
@@ -165,7 +165,7 @@ class GroupMembers:
         EXISTING_COMM_GROUPS[str(ranks)] = group
         return group
 
-    @classmethod
+    @class_or_instance_method
     def get_created_group(cls, rank_list: Any) -> Any:
         """The cached group of these ranks, in any order, or None."""
         key = str(group_key(rank_list, member="get_created_group"))
@@ -175,7 +175,7 @@ class GroupMembers:
             return None
         return group
 
-    @classmethod
+    @class_or_instance_method
     def mark_created_groups(cls, process_group: Any) -> None:
         """Put groups that somebody else made, one or a list, into the cache."""
         groups = process_group if isinstance(process_group, list | tuple) else [process_group]
@@ -188,12 +188,12 @@ class GroupMembers:
             ranks = group_key(cls.get_process_group_ranks(handle), member="mark_created_groups")
             EXISTING_COMM_GROUPS[str(ranks)] = handle
 
-    @classmethod
+    @class_or_instance_method
     def _is_live_group(cls, group: Any) -> bool:
         """Whether a cached handle still stands for a group; a platform that can tell overrides this."""
         return True
 
-    @classmethod
+    @class_or_instance_method
     def _forget_groups(cls, group: Any = None) -> None:
         """Drop one handle from the cache, or all of them."""
         for key, cached in list(EXISTING_COMM_GROUPS.items()):

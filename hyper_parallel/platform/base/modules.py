@@ -6,10 +6,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from hyper_parallel.errors import UnsupportedMemberError
 from hyper_parallel.platform.base.micro_batch import MicroBatch
-from hyper_parallel.platform.base.unsupported import class_property, needs_framework
+from hyper_parallel.platform.base.unsupported import class_or_instance_method, class_property, needs_framework
 
 __all__ = ["ModuleMembers"]
+
+
+def _own_method(module: Any, name: str) -> Callable[..., Any]:
+    """The module's own method, which serves the member of the same name."""
+    method: Callable[..., Any] | None = getattr(module, name, None)
+    if method is None:
+        raise UnsupportedMemberError(
+            member=name,
+            platform="Platform",
+            reason=f"{type(module).__name__} has no method {name}()",
+            instead=f"override {name} in the platform of this framework, or give a module that has the method",
+        )
+    return method
 
 
 class ModuleMembers:
@@ -85,18 +99,23 @@ class ModuleMembers:
         """A parameter of zeros."""
         raise needs_framework("new_zero_parameter")
 
-    @classmethod
+    @class_or_instance_method
     def init_parameters(cls, module: Any, stage_index: int) -> None:
         """Materialise the lazily initialised parameters of a pipeline stage."""
+        if module is None:
+            raise ValueError("init_parameters: module must be the module of a pipeline stage; got None")
         if stage_index is None or isinstance(stage_index, bool) or not isinstance(stage_index, int) or stage_index < 0:
             raise ValueError(
                 f"init_parameters: stage_index must be a pipeline stage, 0 or greater; got {stage_index!r}"
             )
         cls._materialise_parameters(module)
 
-    @staticmethod
-    def _materialise_parameters(module: Any) -> None:
-        raise needs_framework("init_parameters")
+    @class_or_instance_method
+    def _materialise_parameters(cls, module: Any) -> None:
+        """Run ``init_data()`` of every parameter that says ``has_init``; other ways of being lazy override this."""
+        for parameter in cls.parameters_dict(module).values():
+            if getattr(parameter, "has_init", False):
+                parameter.init_data()
 
     @staticmethod
     def is_linear_module(module: Any) -> bool:
@@ -113,17 +132,18 @@ class ModuleMembers:
         module: Any, hook: Callable[..., Any], prepend: bool = False, with_kwargs: bool = False
     ) -> Any:
         """Call ``hook(module, args)``, or ``hook(module, args, kwargs)``, before forward; removable."""
-        raise needs_framework("register_forward_pre_hook")
+        register = _own_method(module, "register_forward_pre_hook")
+        return register(hook, prepend=prepend, with_kwargs=with_kwargs)
 
     @staticmethod
     def register_full_backward_hook(module: Any, hook: Callable[..., Any], prepend: bool = False) -> Any:
         """Call ``hook(module, grad_input, grad_output)`` after the module's backward; removable."""
-        raise needs_framework("register_full_backward_hook")
+        return _own_method(module, "register_full_backward_hook")(hook, prepend=prepend)
 
     @staticmethod
     def register_full_backward_pre_hook(module: Any, hook: Callable[..., Any], prepend: bool = False) -> Any:
         """Call ``hook(module, grad_output)`` before the module's backward; removable."""
-        raise needs_framework("register_full_backward_pre_hook")
+        return _own_method(module, "register_full_backward_pre_hook")(hook, prepend=prepend)
 
     @staticmethod
     def get_model_state_dict(model: Any, *, options: Any = None) -> dict[str, Any]:
@@ -151,7 +171,7 @@ class ModuleMembers:
         """Scale gradients in place so that their total norm is at most ``max_norm``; returns the norm before."""
         raise needs_framework("clip_grad_norm_")
 
-    @classmethod
+    @class_or_instance_method
     def micro_batch(
         cls,
         micro_batch_num: int,
@@ -166,7 +186,7 @@ class ModuleMembers:
             kwargs_batch_dim=kwargs_batch_dim,
         )
 
-    @classmethod
+    @class_or_instance_method
     def _micro_batch_piece(cls, tensor: Any, dim: int, size: int, index: int) -> Any:
         """Piece ``index`` of a batch; a framework with sharded tensors gives the piece the layout of the whole."""
         return cls.chunk(tensor, dim, size, index)  # type: ignore[attr-defined]

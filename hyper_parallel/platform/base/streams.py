@@ -1,16 +1,10 @@
-"""The Platform members about streams, autograd modes and activation memory.
-
-The gradient handle, in one paragraph: a trainer launches an asynchronous reduction of gradients and gives its handle
-here. One handle is in flight. When the next arrives, the previous one is first finished on the gradient stream: waited
-for there, and its post-processing run there, so that the compute stream is not held up. ``wait_grad_handle`` finishes
-the last one and orders the current stream after the gradient stream.
-"""
+"""The Platform members about streams, autograd modes and activation memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 from hyper_parallel.platform.base.unsupported import class_property, needs_framework
 
@@ -23,10 +17,6 @@ def _two_null_contexts() -> tuple[AbstractContextManager[None], AbstractContextM
 
 class StreamMembers:
     """Streams, autograd, activation memory. ``Any`` stands for a framework's stream, event, handle or module."""
-
-    current_grad_handle: ClassVar[Any] = None
-    post_grad_handle_process: ClassVar[Callable[[], Any] | None] = None
-    grad_sync_stream: ClassVar[Any] = None
 
     @staticmethod
     def new_stream() -> Any:
@@ -47,37 +37,6 @@ class StreamMembers:
     def get_stream_context() -> Callable[[Any], AbstractContextManager[Any]]:
         """A callable; ``with ctx(stream):`` sends this thread's ops to that stream."""
         raise needs_framework("get_stream_context")
-
-    @classmethod
-    def set_grad_reduce_handle(cls, handle: Any, post_process: Callable[[], Any] | None = None) -> None:
-        """Put ``handle`` in flight, after finishing the previous one on the gradient stream."""
-        cls._process_current_handle()
-        cls.current_grad_handle = handle
-        # A bare function on a class would become a method; staticmethod keeps it the function it was given as.
-        cls.post_grad_handle_process = None if post_process is None else staticmethod(post_process)
-
-    @classmethod
-    def wait_grad_handle(cls) -> None:
-        """Finish the handle in flight and order the current stream after the gradient stream."""
-        cls._process_current_handle()
-        if cls.grad_sync_stream is not None:
-            cls.get_current_stream().wait_stream(cls.grad_sync_stream)
-
-    @classmethod
-    def _process_current_handle(cls) -> None:
-        """Wait for the handle in flight and run its post-processing, both on the gradient stream."""
-        handle, post_process = cls.current_grad_handle, cls.post_grad_handle_process
-        if handle is None:
-            return
-        # Cleared first: after a failed reduction the next step must not wait for the same handle again.
-        cls.current_grad_handle = None
-        cls.post_grad_handle_process = None
-        if cls.grad_sync_stream is None:
-            cls.grad_sync_stream = cls.new_stream()
-        with cls.get_stream_context()(cls.grad_sync_stream):
-            handle.wait()
-            if post_process is not None:
-                post_process()
 
     @staticmethod
     def no_grad() -> AbstractContextManager[Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from hyper_parallel.platform.base import trees
-from hyper_parallel.platform.base.unsupported import needs_framework
+from hyper_parallel.platform.base.unsupported import class_or_instance_method, needs_framework
 
 __all__ = ["TensorMembers"]
 
@@ -98,10 +98,10 @@ class TensorMembers:
         """A floating tensor in ``dtype``; anything else, and a tensor already in it, is the same object."""
         raise needs_framework("cast_fp_tensor")
 
-    @classmethod
+    @class_or_instance_method
     def apply_to_tensors(cls, fn: Callable[[Any], Any], container: Any) -> Any:
         """``container`` with ``fn`` applied to its tensors; everything else is kept."""
-        return trees.tree_map(lambda leaf: fn(leaf) if cls.is_tensor(leaf) else leaf, container)
+        return trees.tree_map(lambda leaf: fn(leaf) if cls.is_tensor(leaf) else leaf, container, cls.is_tensor)
 
     @staticmethod
     def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:

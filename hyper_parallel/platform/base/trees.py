@@ -16,36 +16,38 @@ __all__ = ["tree_map"]
 PACKED_SEQUENCE_FIELDS: Final = ("data", "batch_sizes", "sorted_indices", "unsorted_indices")
 
 
-def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """Apply ``fn`` to every leaf of ``tree``; a leaf is everything that is not one of the containers below."""
+def tree_map(fn: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] = lambda item: False) -> Any:
+    """Apply ``fn`` to every leaf of ``tree``; a leaf is what ``is_leaf`` says, and all but the containers below."""
+    if is_leaf(tree):
+        return fn(tree)
     if isinstance(tree, dict):
-        return _map_dict(fn, tree)
+        return _map_dict(fn, tree, is_leaf)
     if isinstance(tree, tuple):
-        return _map_tuple(fn, tree)
+        return _map_tuple(fn, tree, is_leaf)
     if isinstance(tree, list):
         clone = copy.copy(tree)
-        clone[:] = [tree_map(fn, item) for item in tree]
+        clone[:] = [tree_map(fn, item, is_leaf) for item in tree]
         return clone
     if isinstance(tree, set | frozenset):
-        return type(tree)(tree_map(fn, item) for item in tree)
+        return type(tree)(tree_map(fn, item, is_leaf) for item in tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return _map_dataclass(fn, tree)
+        return _map_dataclass(fn, tree, is_leaf)
     return fn(tree)
 
 
-def _map_dict(fn: Callable[[Any], Any], tree: dict[Any, Any]) -> dict[Any, Any]:
-    mapped = [(key, tree_map(fn, value)) for key, value in tree.items()]
+def _map_dict(fn: Callable[[Any], Any], tree: dict[Any, Any], is_leaf: Callable[[Any], bool]) -> dict[Any, Any]:
+    mapped = [(key, tree_map(fn, value, is_leaf)) for key, value in tree.items()]
     clone = copy.copy(tree)
     for key, value in mapped:
         clone[key] = value
     return clone
 
 
-def _map_tuple(fn: Callable[[Any], Any], tree: tuple[Any, ...]) -> Any:
+def _map_tuple(fn: Callable[[Any], Any], tree: tuple[Any, ...], is_leaf: Callable[[Any], bool]) -> Any:
     names = getattr(tree, "_fields", None)
     if names == PACKED_SEQUENCE_FIELDS:
         return _map_packed_sequence(fn, tree)
-    mapped = [tree_map(fn, item) for item in tree]
+    mapped = [tree_map(fn, item, is_leaf) for item in tree]
     # A named tuple's subclass may take other arguments than its fields; `_make` goes around its constructor.
     make: Callable[[list[Any]], Any] = type(tree)._make if names is not None else type(tree)  # type: ignore[attr-defined]
     return make(mapped)
@@ -67,7 +69,7 @@ def _map_packed_sequence(fn: Callable[[Any], Any], packed: Any) -> Any:
     )
 
 
-def _map_dataclass(fn: Callable[[Any], Any], tree: Any) -> Any:
+def _map_dataclass(fn: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool]) -> Any:
     # dataclasses.replace would run __post_init__ again and refuse fields that are not in the constructor.
     cls: Any = type(tree)
     clone = cls.__new__(cls)
@@ -75,5 +77,5 @@ def _map_dataclass(fn: Callable[[Any], Any], tree: Any) -> Any:
         clone.__dict__.update(tree.__dict__)
     for field in dataclasses.fields(tree):
         if hasattr(tree, field.name):
-            object.__setattr__(clone, field.name, tree_map(fn, getattr(tree, field.name)))
+            object.__setattr__(clone, field.name, tree_map(fn, getattr(tree, field.name), is_leaf))
     return clone

@@ -1,12 +1,12 @@
-"""How a member says that nobody serves it, and a property that also answers on the class."""
+"""How a member says that nobody serves it, and the two kinds of members that answer on the class and on an instance."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.errors import UnsupportedMemberError
 
-__all__ = ["class_property", "needs_framework"]
+__all__ = ["class_or_instance_method", "class_property", "needs_framework"]
 
 
 def needs_framework(member: str) -> UnsupportedMemberError:
@@ -27,3 +27,19 @@ class class_property(property):
         if self.fget is None:
             raise AttributeError("unreadable attribute")
         return self.fget(owner if instance is None else instance)
+
+
+if TYPE_CHECKING:
+    class_or_instance_method = classmethod
+else:
+
+    class class_or_instance_method(classmethod):
+        """A class method that gets the instance in place of the class where it is called on an instance.
+
+        The members of the base call other members. A subclass may override those as instance methods
+        (``def new_stream(self)``), which can only be called on an instance.
+        """
+
+        def __get__(self, instance: Any, owner: type | None = None) -> Any:
+            """Bind to the instance where there is one."""
+            return self.__func__.__get__(owner if instance is None else instance)

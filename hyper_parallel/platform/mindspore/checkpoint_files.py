@@ -72,7 +72,7 @@ def load(file_path: str | os.PathLike[str], ckpt_format: str) -> dict[str, Any]:
 
 def _plain_tensors(cell: Any) -> dict[str, Any]:
     if isinstance(cell, mindspore.nn.Cell):
-        state: Mapping[Any, Any] = model_state_dict(cell)
+        state: Mapping[Any, Any] = model_state_dict(cell, is_full=True)
     elif isinstance(cell, Mapping):
         state = cell
     else:

@@ -7,6 +7,7 @@ from typing import Any, Final
 import mindspore
 
 from hyper_parallel.errors import UnsupportedMemberError
+from hyper_parallel.platform.base.unsupported import class_or_instance_method
 
 __all__ = ["CPU", "MindSporeDeviceMembers", "device_name", "on_cpu"]
 
@@ -43,7 +44,7 @@ class MindSporeDeviceMembers:
         """``"cpu"``, ``"ascend"`` or ``"gpu"``."""
         return target().lower()
 
-    @classmethod
+    @class_or_instance_method
     def device(cls, index: int | None = None) -> str:
         """A device of this process's type, as the name that MindSpore takes."""
         count = cls.device_count()
@@ -54,7 +55,7 @@ class MindSporeDeviceMembers:
             )
         return target()
 
-    @classmethod
+    @class_or_instance_method
     def device_count(cls) -> int:
         """How many devices of this process's type there are; the CPU is one."""
         return 1 if on_cpu() else int(cls.get_device_handle().device_count())

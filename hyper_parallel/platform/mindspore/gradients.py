@@ -1,6 +1,7 @@
 """Clipping gradients on MindSpore, which keeps none: the ones that the user put on ``parameter.grad`` are read.
 
-Every gradient here is whole, because MindSpore has no distributed tensor.
+A gradient of a parameter with a layout is of this rank's part. The norms of all ranks' parts are gathered and combined by
+the same norm; a part that several ranks hold counts once.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import mindspore
 from mindspore import mint
 
 from hyper_parallel.errors import HyperParallelError
-from hyper_parallel.platform.mindspore import compat
+from hyper_parallel.platform.mindspore import compat, sharded
 from hyper_parallel.platform.mindspore.tensors import write_into
 
 __all__ = ["clip_grad_norm_"]
@@ -31,7 +32,7 @@ def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float, error_if
             "parameter; put them there first: parameter.grad = gradient, for what value_and_grad returns"
         )
     with compat.no_grad():
-        total = _norm([grad for grad in grads if grad.size], power)
+        total = _total_norm(owners, power)
         if error_if_nonfinite and not bool(mint.isfinite(total).item()):
             raise HyperParallelError(
                 f"clip_grad_norm_: cannot clip, the norm of order {power:g} of the gradients is {total.item()}; "
@@ -60,6 +61,31 @@ def _tensors(parameters: Any) -> list[Any]:
             raise TypeError(f"clip_grad_norm_: the iterable holds a {type(parameter).__name__}, not a tensor")
         unique.setdefault(id(parameter), parameter)
     return list(unique.values())
+
+
+def _total_norm(owners: list[Any], power: float) -> Any:
+    families: dict[tuple[int, ...] | None, list[Any]] = {}
+    for owner in owners:
+        ranks = sharded.ranks_that_share(owner)
+        # A parameter without a gradient on this rank still names its family: another rank may wait for us in it.
+        family = families.setdefault(ranks, [])
+        grad = getattr(owner, "grad", None)
+        if grad is not None and grad.size and (ranks is None or sharded.counts_here(owner)):
+            family.append(grad)
+    # One dtype for what ranks send each other, decided by the parameters, which all of them have.
+    is_wide = any(owner.dtype == mindspore.float64 for owner in owners)
+    wire = mindspore.float64 if is_wide else mindspore.float32
+    norms: list[Any] = []
+    for ranks, grads in families.items():
+        if ranks is None:
+            norms += [_norm(grads, power)] if grads else []
+            continue
+        # Nothing here, but the others gather: the norm that adds nothing to theirs.
+        own = _norm(grads, power) if grads else mindspore.Tensor(0.0 if power >= 0 else float("inf"))
+        norms += sharded.gathered_norms(own.to(wire), ranks)
+    if len(norms) < 2:
+        return norms[0] if norms else _norm([], power)
+    return sum(norms[1:], start=norms[0]) if power == 0.0 else _norm(norms, power)
 
 
 def _norm(grads: list[Any], power: float) -> Any:

@@ -20,6 +20,7 @@ from mindspore import communication
 
 from hyper_parallel.errors import GroupError
 from hyper_parallel.platform.base.groups import GroupMembers, bare_handle, group_key
+from hyper_parallel.platform.base.unsupported import class_or_instance_method
 from hyper_parallel.platform.mindspore import compat
 from hyper_parallel.platform.mindspore.device import on_cpu
 from hyper_parallel.platform.mindspore.pending import flush
@@ -226,7 +227,7 @@ class MindSporeGroupMembers(GroupMembers):
             communication.init(backend)
         _note_world()
 
-    @classmethod
+    @class_or_instance_method
     def destroy_process_group(cls, group: Any = None) -> None:
         """Leave a group, or the world and all groups; cached groups that died are forgotten."""
         name = live_group(group, member="destroy_process_group")
@@ -257,7 +258,7 @@ class MindSporeGroupMembers(GroupMembers):
     def _create_group(rank_list: Any) -> str:
         return _new_group(list(rank_list))
 
-    @classmethod
+    @class_or_instance_method
     def _is_live_group(cls, group: Any) -> bool:
         return _is_joined() and group not in _World.destroyed
 

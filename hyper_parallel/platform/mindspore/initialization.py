@@ -20,7 +20,7 @@ import mindspore
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.platform.mindspore import compat
 from hyper_parallel.platform.mindspore.device import device_name
-from hyper_parallel.platform.mindspore.parameters import is_meta, set_data, settle
+from hyper_parallel.platform.mindspore.parameters import fill, is_meta, settle
 
 __all__ = ["init_on_device", "materialise"]
 
@@ -131,7 +131,7 @@ def materialise(root: Any) -> None:  # mindspore.nn.Cell
         )
     for _, parameter in parameters:
         if is_meta(parameter):
-            set_data(parameter, getattr(parameter, _INITIALISER).init_data())
+            fill(parameter, getattr(parameter, _INITIALISER).init_data())
         elif parameter.has_init:
             parameter.init_data()
 

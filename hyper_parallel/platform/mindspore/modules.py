@@ -11,7 +11,7 @@ import mindspore
 from mindspore import mint, nn
 
 from hyper_parallel.platform.base.modules import ModuleMembers
-from hyper_parallel.platform.base.unsupported import class_property
+from hyper_parallel.platform.base.unsupported import class_or_instance_method, class_property
 from hyper_parallel.platform.mindspore import checkpoint_files, gradients, initialization, parameters, state_dict
 from hyper_parallel.platform.mindspore.groups import my_rank
 from hyper_parallel.platform.mindspore.tensors import MindSporeTensorMembers, dtype_of
@@ -56,12 +56,12 @@ class MindSporeModuleMembers(ModuleMembers):
         """Every parameter under its dotted name; a tied one under its first."""
         return dict(cell.parameters_and_names())
 
-    @classmethod
+    @class_or_instance_method
     def search_parameter_by_name(cls, cell: Any, param_name: str) -> Any:
         """The parameter of that dotted name, or None; each name of a tied parameter finds it."""
         return parameters.find(cell, cls._plain_parameter_name(param_name))
 
-    @classmethod
+    @class_or_instance_method
     def update_parameter_by_name(cls, cell: Any, result: tuple[str, Any], new_param: Any) -> bool:
         """Put ``new_param`` wherever the parameter of that name is held, ties included; whether it was found."""
         if not isinstance(new_param, mindspore.Parameter):
@@ -73,27 +73,27 @@ class MindSporeModuleMembers(ModuleMembers):
 
     @staticmethod
     def set_layout_into_parameter(param: Any, layout: Any) -> Any:
-        """Keep a ``mindspore.parallel.Layout`` on the parameter and return it; its data stays whole."""
-        return parameters.set_layout(param, layout)
+        """Give the parameter a ``mindspore.parallel.Layout`` and leave it this rank's part; returns the parameter."""
+        return parameters.set_layout(param, layout, my_rank())
 
     @staticmethod
     def get_param_local_shape(param: Any) -> tuple[int, ...]:
-        """The shape of this rank's part under the parameter's layout; the whole shape without one."""
-        return parameters.local_shape(param, my_rank())
+        """The shape of what this rank holds."""
+        return tuple(param.shape)
 
     @staticmethod
     def get_param_local_data(param: Any) -> Any:
-        """This rank's part under the parameter's layout; all of it, sharing memory, without one."""
-        return parameters.local_data(param, my_rank())
+        """What this rank holds, detached, sharing memory."""
+        return parameters.local_data(param)
 
     @staticmethod
     def update_param_data(param: Any, data: Any) -> None:
-        """Let ``param`` use ``data`` from now on, without a copy."""
+        """Let ``param`` use ``data`` from now on, without a copy; a sharded one takes its local part."""
         parameters.set_data(param, data)
 
     @staticmethod
     def load_into_param(param: Any, data: Any) -> None:
-        """Copy ``data`` into a plain or meta parameter; the object stays the same."""
+        """Copy ``data`` into a plain, meta or sharded parameter; the object stays the same."""
         parameters.fill(param, data)
 
     @staticmethod
@@ -123,13 +123,6 @@ class MindSporeModuleMembers(ModuleMembers):
         return isinstance(module, nn.Embedding | mint.nn.Embedding)
 
     @staticmethod
-    def register_forward_pre_hook(
-        module: Any, hook: Callable[..., Any], prepend: bool = False, with_kwargs: bool = False
-    ) -> Any:
-        """Call ``hook(module, args)``, or ``hook(module, args, kwargs)``, before construct; removable."""
-        return module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
-
-    @staticmethod
     def register_full_backward_hook(module: Any, hook: Callable[..., Any], prepend: bool = False) -> Any:
         """Call ``hook(module, grad_input, grad_output)`` after the cell's backward; removable."""
         handle = module.register_backward_hook(hook)
@@ -143,7 +136,7 @@ class MindSporeModuleMembers(ModuleMembers):
 
     @staticmethod
     def get_model_state_dict(model: Any, *, options: Any = None) -> dict[str, Any]:
-        """Parameters and persistent buffers."""
+        """Parameters and persistent buffers; a full state dict gathers what has a layout, so every rank must call."""
         return state_dict.get_model_state_dict(model, options, my_rank())
 
     @staticmethod

@@ -13,6 +13,7 @@ import numpy as np
 from mindspore import mint, ops
 
 from hyper_parallel.platform.base.tensors import TensorMembers
+from hyper_parallel.platform.base.unsupported import class_or_instance_method
 from hyper_parallel.platform.mindspore import compat
 from hyper_parallel.platform.mindspore.device import device_name, on_cpu
 
@@ -190,7 +191,7 @@ class MindSporeTensorMembers(TensorMembers):
         name = device_name(device, member="empty")
         return mint.empty(_as_shape(size), dtype=dtype or mindspore.float32, device=name)
 
-    @classmethod
+    @class_or_instance_method
     def new_tensor(cls, tensor_shape: Any, tensor_type: Any, device: Any) -> Any:
         """A tensor whose contents nobody has written yet."""
         return cls.empty(tensor_shape, dtype_of(tensor_type, member="new_tensor"), device)

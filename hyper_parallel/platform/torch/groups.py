@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from hyper_parallel.errors import GroupError
 from hyper_parallel.platform.base.groups import GroupMembers, bare_handle, group_key
+from hyper_parallel.platform.base.unsupported import class_or_instance_method
 from hyper_parallel.platform.torch import compat
 from hyper_parallel.platform.torch.device import accelerator_type
 
@@ -189,7 +190,7 @@ class TorchGroupMembers(GroupMembers):
             device_id=_as_device(device_id),
         )
 
-    @classmethod
+    @class_or_instance_method
     def destroy_process_group(cls, group: Any = None) -> None:
         """Leave a group, or the world and all groups; cached groups that died are forgotten."""
         handle = live_group(group, member="destroy_process_group")

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from hyper_parallel.platform.base.modules import ModuleMembers
-from hyper_parallel.platform.base.unsupported import class_property
+from hyper_parallel.platform.base.unsupported import class_or_instance_method, class_property
 from hyper_parallel.platform.torch import checkpoint_files, gradients, initialization, parameters, state_dict
 from hyper_parallel.platform.torch.compat import DTensor
 from hyper_parallel.platform.torch.device import accelerator_type
-from hyper_parallel.platform.torch.tensors import TorchTensorMembers, dtype_of
+from hyper_parallel.platform.torch.tensors import dtype_of
 
 __all__ = ["TorchModuleMembers"]
 
@@ -47,12 +47,12 @@ class TorchModuleMembers(ModuleMembers):
         """Every parameter under its dotted name."""
         return dict(cell.named_parameters())
 
-    @classmethod
+    @class_or_instance_method
     def search_parameter_by_name(cls, cell: torch.nn.Module, param_name: str) -> torch.nn.Parameter | None:
         """The parameter of that dotted name, or None; each name of a tied parameter finds it."""
         return dict(cell.named_parameters(remove_duplicate=False)).get(cls._plain_parameter_name(param_name))
 
-    @classmethod
+    @class_or_instance_method
     def update_parameter_by_name(cls, cell: torch.nn.Module, result: tuple[str, Any], new_param: Any) -> bool:
         """Put ``new_param`` wherever the parameter of that name is held, ties included; whether it was found."""
         if not isinstance(new_param, torch.nn.Parameter):
@@ -64,7 +64,7 @@ class TorchModuleMembers(ModuleMembers):
 
     @staticmethod
     def set_layout_into_parameter(param: torch.Tensor, layout: Any) -> torch.nn.Parameter:
-        """A DTensor parameter laid out over (mesh, placements); put it in place with update_parameter_by_name."""
+        """Shard the parameter over (mesh, placements) wherever it is held; returns the DTensor parameter."""
         return parameters.set_layout(param, layout)
 
     @staticmethod
@@ -113,25 +113,6 @@ class TorchModuleMembers(ModuleMembers):
         return isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
 
     @staticmethod
-    def register_forward_pre_hook(
-        module: torch.nn.Module, hook: Callable[..., Any], prepend: bool = False, with_kwargs: bool = False
-    ) -> Any:
-        """Call ``hook(module, args)``, or ``hook(module, args, kwargs)``, before forward; removable."""
-        return module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
-
-    @staticmethod
-    def register_full_backward_hook(module: torch.nn.Module, hook: Callable[..., Any], prepend: bool = False) -> Any:
-        """Call ``hook(module, grad_input, grad_output)`` after the module's backward; removable."""
-        return module.register_full_backward_hook(hook, prepend=prepend)
-
-    @staticmethod
-    def register_full_backward_pre_hook(
-        module: torch.nn.Module, hook: Callable[..., Any], prepend: bool = False
-    ) -> Any:
-        """Call ``hook(module, grad_output)`` before the module's backward; removable."""
-        return module.register_full_backward_pre_hook(hook, prepend=prepend)
-
-    @staticmethod
     def get_model_state_dict(model: torch.nn.Module, *, options: Any = None) -> dict[str, Any]:
         """Parameters and persistent buffers under the names the unwrapped model has."""
         return state_dict.get_model_state_dict(model, options)
@@ -157,9 +138,9 @@ class TorchModuleMembers(ModuleMembers):
         """Scale gradients in place to a total norm of at most ``max_norm``; returns the norm before, a plain tensor."""
         return gradients.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
-    @classmethod
+    @class_or_instance_method
     def _micro_batch_piece(cls, tensor: torch.Tensor, dim: int, size: int, index: int) -> torch.Tensor:
-        piece = TorchTensorMembers.chunk(tensor, dim, size, index)
+        piece: torch.Tensor = super()._micro_batch_piece(tensor, dim, size, index)
         if isinstance(piece, DTensor) and isinstance(tensor, DTensor):
             # Slicing a sharded dim gathers it; the rows of a micro-batch are those of the whole batch, then laid out
             # as the batch was, so that plain and sharded arguments of one call stay in step.

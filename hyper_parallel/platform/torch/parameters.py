@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ __all__ = ["fill", "local_data", "replace_everywhere", "same_kind", "set_data", 
 
 _SHARDED_TWIN = "_hyper_parallel_sharded_parameter"
 """Where a parameter that got a layout remembers the sharded parameter made from it."""
+
+_HOLDING_NAMES = ("_parameters", "_flat_weights", "params")
+"""Under which names modules and optimizers keep the containers of their parameters."""
 
 
 def replace_everywhere(root: torch.nn.Module, old: torch.nn.Parameter, new: torch.nn.Parameter) -> int:
@@ -27,11 +31,13 @@ def replace_everywhere(root: torch.nn.Module, old: torch.nn.Parameter, new: torc
 
 
 def set_layout(param: torch.Tensor, layout: Any) -> torch.nn.Parameter:
-    """A DTensor parameter with the values of ``param``, laid out over ``layout``, a pair (mesh, placements).
+    """Shard ``param`` over ``layout``, a pair (mesh, placements); returns the DTensor parameter.
 
-    torch cannot turn a plain parameter object into a sharded one, so this returns a new parameter, for
-    ``update_parameter_by_name`` to put in place; the old one remembers it, and is refused a second layout. As with
-    ``distribute_tensor``, the first rank's values count and every rank of the mesh must call.
+    torch cannot turn a plain parameter object into a sharded one. So the DTensor parameter takes its place in every
+    module and every optimizer that holds it. The old object gives its bytes up and remembers the new one: the members of
+    the platform mean the new one when they are given the old one. Finding the holders walks all objects of the process,
+    some tens of milliseconds. As with ``distribute_tensor``, the first rank's values count and every rank of the mesh
+    must call.
     """
     from torch.distributed.tensor import distribute_tensor
 
@@ -43,11 +49,48 @@ def set_layout(param: torch.Tensor, layout: Any) -> torch.nn.Parameter:
             f"a second layout is refused. Call redistribute() on its data instead"
         )
     mesh, placements = _checked_layout(layout)
+    holders = _holders_of(param)
     made = torch.nn.Parameter(distribute_tensor(param.detach(), mesh, placements), requires_grad=param.requires_grad)
     if param.grad is not None:
         made.grad = distribute_tensor(param.grad.detach(), mesh, placements)
+        param.grad = None
+    for container, key in holders:
+        container[key] = made
+    _give_up_bytes(param)
     setattr(param, _SHARDED_TWIN, made)
     return made
+
+
+def _holders_of(param: torch.Tensor) -> list[tuple[Any, Any]]:
+    """Where modules and optimizers hold ``param``, as (dict or list, key or index)."""
+    containers = [item for item in gc.get_referrers(param) if isinstance(item, dict | list)]
+    if not containers:
+        return []
+    # An object that holds a container in an attribute is found as itself, or as its `__dict__`.
+    objects = torch.nn.Module, torch.optim.Optimizer
+    owners = [vars(item) if isinstance(item, objects) else item for item in gc.get_referrers(*containers)]
+    # `_flat_weights`: a recurrent module keeps its weights in a list too. `params`: a group of an optimizer.
+    named = [owner[name] for owner in owners if isinstance(owner, dict) for name in _HOLDING_NAMES if name in owner]
+    found: dict[int, Any] = {id(item): item for item in containers if any(item is held for held in named)}
+    for optimizer in (item for item in owners if isinstance(item, dict) and "param_groups" in item):
+        if any(key is param for key in optimizer.get("state", ())):
+            raise ValueError(
+                f"set_layout_into_parameter: an optimizer has already stepped the parameter of shape {tuple(param.shape)}; "
+                f"because its state would keep the old layout; give layouts before the first step"
+            )
+    return [
+        (item, key)
+        for item in found.values()
+        for key, value in (list(item.items()) if isinstance(item, dict) else enumerate(item))
+        if value is param
+    ]
+
+
+def _give_up_bytes(param: torch.Tensor) -> None:
+    """Leave the shape and no values: what still computes with the old object shows it, in NaN."""
+    if not param.is_meta:
+        is_inexact = param.is_floating_point() or param.is_complex()
+        param.data = param.data.new_full((), float("nan") if is_inexact else 0).expand(param.shape)
 
 
 def _checked_layout(layout: Any) -> tuple[Any, Sequence[Any]]:
@@ -85,6 +128,7 @@ def local_data(param: torch.Tensor) -> torch.Tensor:
 
 def set_data(param: torch.Tensor, data: torch.Tensor) -> None:
     """Let ``param`` use ``data`` without a copy; a sharded one takes a DTensor of its layout, or its local part."""
+    param = local_owner(param)
     if not isinstance(param, DTensor):
         if isinstance(data, DTensor):
             raise ValueError(
@@ -112,6 +156,7 @@ def set_data(param: torch.Tensor, data: torch.Tensor) -> None:
 
 def fill(param: torch.Tensor, data: torch.Tensor) -> None:
     """Copy ``data`` into a plain, sharded or meta parameter, in the parameter's own dtype."""
+    param = local_owner(param)
     source = data.detach()
     if isinstance(param, DTensor):
         source = _in_layout_of(param, source)

@@ -26,9 +26,11 @@ __all__ = ["checkpoint", "framework_checkpoint", "label_of", "noop_context_fn", 
 
 ContextPair = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 
-_FOREIGN_OPTIONS: Final = ("preserve_rng_state", "determinism_check", "debug")
+_FOREIGN_OPTIONS: Final = ("determinism_check", "debug")
 """Options of other checkpoint functions, which MindSpore would hand to the region as arguments."""
-_FRAMEWORK_KEYWORDS: Final = frozenset({"use_reentrant", "output_recompute", "save_rng_state", *_FOREIGN_OPTIONS})
+_RANDOM_STATE_OPTIONS: Final = ("preserve_rng_state", "save_rng_state")
+"""One option under two names: torch's and MindSpore's own."""
+_FRAMEWORK_KEYWORDS: Final = frozenset({"use_reentrant", "output_recompute", *_RANDOM_STATE_OPTIONS, *_FOREIGN_OPTIONS})
 _RECOMPUTE_ALL: Final = ByOpName({})
 
 
@@ -59,9 +61,12 @@ def framework_checkpoint(
     """``mindspore.recompute``, always in its non-reentrant form. With ``context_fn`` random ops are the caller's care.
 
     On the CPU MindSpore cannot draw the same random numbers again, so without ``context_fn`` the ops that draw are kept
-    there and everything else is recomputed. ``early_stop`` is off unless asked for: in MindSpore 2.10 it fails where the
-    region's last saved value is made by one of the older primitives, such as a LayerNorm.
+    there and everything else is recomputed. With ``preserve_rng_state=False`` (``save_rng_state`` is MindSpore's name for
+    it) random numbers are neither kept nor drawn again: the recomputation draws others. ``early_stop`` is off unless asked
+    for: in MindSpore 2.10 it fails where the region's last saved value is made by one of the older primitives, such as a
+    LayerNorm.
     """
+    preserves = _pop_random_state_option(kwargs)
     if kwargs.pop("use_reentrant", False):
         raise ValueError(
             "checkpoint: use_reentrant=True is not the form that serves functions and contexts; leave it out"
@@ -69,14 +74,28 @@ def framework_checkpoint(
     foreign = [option for option in _FOREIGN_OPTIONS if option in kwargs]
     if foreign:
         raise ValueError(
-            f"checkpoint: {foreign} are not options of mindspore.recompute; its own are context_fn, early_stop, "
-            "output_recompute and save_rng_state"
+            f"checkpoint: {foreign} are not options of mindspore.recompute; leave them out. Known are context_fn, "
+            "early_stop, output_recompute and preserve_rng_state"
         )
-    if context_fn is None and on_cpu():
+    if context_fn is None and preserves and on_cpu():
         context_fn = _keep_random_ops
     return mindspore.recompute(
-        function, *args, use_reentrant=False, context_fn=context_fn, early_stop=early_stop, **kwargs
+        function,
+        *args,
+        use_reentrant=False,
+        context_fn=context_fn,
+        early_stop=early_stop,
+        save_rng_state=preserves,
+        **kwargs,
     )
+
+
+def _pop_random_state_option(kwargs: dict[str, Any]) -> bool:
+    """Whether a recomputation shall draw the same random numbers, taken out of ``kwargs``; yes unless it is said."""
+    given = {name: bool(kwargs.pop(name)) for name in _RANDOM_STATE_OPTIONS if name in kwargs}
+    if len(set(given.values())) > 1:
+        raise ValueError(f"checkpoint: {given} contradict each other; they are two names of one option, give one")
+    return next(iter(given.values()), True)
 
 
 class _Both:
@@ -116,16 +135,22 @@ def checkpoint(
         raise TypeError(f"checkpoint: expected a cell or a callable, got {function!r}")
     where = f"checkpoint of {label_of(function)}"
     position = Position(next_sequence())
+    preserves = _pop_random_state_option(kwargs)
+    kwargs["preserve_rng_state"] = preserves
     # On Ascend MindSpore restores the device's random state itself: nothing need be kept where nothing is asked for.
-    policy = policy_fn if policy_fn is not None or not on_cpu() else _RECOMPUTE_ALL
+    policy = policy_fn if policy_fn is not None or not preserves or not on_cpu() else _RECOMPUTE_ALL
 
     def contexts() -> ContextPair:
-        drawing = Drawing()
-        ours: ContextPair = (
-            (drawing, DrawingAgain(drawing))
-            if policy is None
-            else create_selective_checkpoint_contexts(policy, swap_config=swap_config, where=where, position=position)
-        )
+        ours: ContextPair
+        if policy is not None:
+            ours = create_selective_checkpoint_contexts(
+                policy, swap_config=swap_config, where=where, position=position, preserves_draws=preserves
+            )
+        elif preserves:
+            drawing = Drawing()
+            ours = drawing, DrawingAgain(drawing)
+        else:
+            ours = noop_context_fn()
         if context_fn is None:
             return ours
         theirs = context_fn()

@@ -8,7 +8,8 @@ Rules
 -----
 1. Views, in-place ops, factories and collectives are replayed whatever the policy says (``ops``).
 2. An op that draws random numbers is never replayed: where the policy would recompute it, its output is kept and the
-   policy counts as overruled. One that draws in place can be neither kept nor replayed, and is refused.
+   policy counts as overruled. One that draws in place can be neither kept nor replayed, and is refused. With
+   ``preserve_rng_state=False`` an op that draws is like any other: where it is recomputed, it draws other numbers.
 3. An in-place op that changes a filed output is seen by the forward mode before it runs. A swapped one is ordered after
    its copy out, a saved one is copied first; the replay then hands out a copy, because it will apply the same change again.
 4. A change that happens outside the region shows in the version counter, if MindSpore counts it, and raises.
@@ -19,6 +20,7 @@ Rules
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -81,6 +83,7 @@ class Region:
         config: SwapConfig | None = None,
         position: Position | None = None,
         allows_mutation: bool = False,
+        preserves_draws: bool = True,
     ) -> None:
         self.policy = policy
         self.where = where
@@ -90,7 +93,8 @@ class Region:
         self.filed_by_storage: dict[int, list[Filed]] = {}
         self.packer = Packer(config=config, where=where, position=self.position)
         self.engines: set[Engine] = set()
-        self.drawing = Drawing()
+        self.preserves_draws = preserves_draws
+        self.drawing: Any = Drawing() if preserves_draws else contextlib.nullcontext()
         self.is_open = False  # forward runs
         self.is_replaying = False
 
@@ -141,7 +145,7 @@ class ForwardMode(mindspore.MsDispatchMode):  # type: ignore[misc]
             self._refuse_lost_gradient(args)
         if facts.is_ignored or self._region.is_replaying or not is_seen():
             return func(*args)
-        if facts.is_random and facts.writes_first:
+        if facts.is_random and facts.writes_first and self._region.preserves_draws:
             raise ActivationError(
                 f"{self._region.where}: cannot recompute {func.name}; because it draws random numbers into a tensor in "
                 "place, which can be neither kept nor drawn again; use its out-of-place form, or keep it outside the region"
@@ -172,7 +176,7 @@ class ForwardMode(mindspore.MsDispatchMode):  # type: ignore[misc]
         else:
             answer = self._region.policy(_CONTEXT, func, *inputs_of(args))
             known = checked_answer(answer, func, where=self._region.where)
-        if facts.is_random and known in _RECOMPUTES:
+        if facts.is_random and self._region.preserves_draws and known in _RECOMPUTES:
             self._overruled += 1
             return CheckpointPolicy.MUST_SAVE
         return known
@@ -239,7 +243,7 @@ class ReplayMode(mindspore.MsDispatchMode):  # type: ignore[misc]
         self._counts: dict[str, int] = {}
         self._used: list[Handle] = []
         self._made: dict[int, Any] = {}  # address of what a factory returned -> an alias, so that it names nothing else
-        self._drawing = DrawingAgain(region.drawing)
+        self._drawing: Any = DrawingAgain(region.drawing) if region.preserves_draws else contextlib.nullcontext()
 
     def __enter__(self) -> ReplayMode:
         self._counts = {}
@@ -327,7 +331,7 @@ class ReplayMode(mindspore.MsDispatchMode):  # type: ignore[misc]
 
     def _run_ahead(self, func: Any, facts: OpFacts, args: Any) -> Any:
         """Rule 6: an op that forward has not come to."""
-        if facts.is_random:
+        if facts.is_random and self._region.preserves_draws:
             raise ActivationError(
                 f"{self._region.where}: cannot take a gradient inside the region before {func.name}; because the values that it "
                 "needs come from a replay of the whole region, and what that draws cannot be drawn again; take the gradient "
@@ -405,6 +409,7 @@ def create_selective_checkpoint_contexts(
     swap_config: SwapConfig | None = None,
     where: str = "checkpoint",
     position: Position | None = None,
+    preserves_draws: bool = True,
 ) -> tuple[ForwardMode, ReplayMode]:
     """The pair of contexts of one region, for ``mindspore.recompute(use_reentrant=False, context_fn=...)``.
 
@@ -416,5 +421,6 @@ def create_selective_checkpoint_contexts(
         config=swap_config,
         position=position,
         allows_mutation=allow_cache_entry_mutation,
+        preserves_draws=preserves_draws,
     )
     return ForwardMode(region), ReplayMode(region)

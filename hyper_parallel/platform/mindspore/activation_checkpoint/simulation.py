@@ -21,7 +21,7 @@ from typing import Any
 import mindspore
 import numpy as np
 
-from hyper_parallel.core.activation_checkpoint.border import FlatBytes
+from hyper_parallel.core.activation_checkpoint.border import FlatBytes, Stream
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.platform.mindspore import compat
 from hyper_parallel.platform.mindspore.activation_checkpoint.devices import SIMULATED, as_array
@@ -68,17 +68,18 @@ class SimulatedBackend:
         """See the border."""
         return self._timeline.new_lane()
 
-    def record_event(self, stream: SimulatedStream, *, timing: bool = False) -> SimulatedEvent:
+    def record_event(self, stream: Stream, *, timing: bool = False) -> SimulatedEvent:
         """See the border."""
         with self._timeline.lock:
+            stream = self._timeline.lane_of(stream)
             self._timeline.drift()
             self._timeline.tick(stream)
             return SimulatedEvent(stream)
 
-    def wait_event(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
+    def wait_event(self, stream: Stream, event: SimulatedEvent) -> None:
         """See the border."""
         self._timeline.drift()
-        self._timeline.wait(stream, event)
+        self._timeline.wait(self._timeline.lane_of(stream), event)
 
     def event_is_done(self, event: SimulatedEvent) -> bool:
         """See the border."""
@@ -119,9 +120,10 @@ class SimulatedBackend:
         """See the border."""
         return memoryview(as_array(flat))
 
-    def copy(self, destination: FlatBytes, source: FlatBytes, stream: SimulatedStream) -> None:
+    def copy(self, destination: FlatBytes, source: FlatBytes, stream: Stream) -> None:
         """See the border."""
         with self._timeline.lock:
+            stream = self._timeline.lane_of(stream)
             self._timeline.drift()
             self._timeline.tick(stream)
             goes_out = isinstance(destination, np.ndarray)
