@@ -48,7 +48,12 @@ from hyper_parallel.platform.torch.activation_checkpoint.ops import KNOWN, OpFac
 from hyper_parallel.platform.torch.activation_checkpoint.packed import Handle, Kept
 from hyper_parallel.platform.torch.activation_checkpoint.random_state import RandomState, set_state
 from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import Packer
-from hyper_parallel.platform.torch.activation_checkpoint.storages import alias, tensors_in, unseen
+from hyper_parallel.platform.torch.activation_checkpoint.storages import (
+    alias,
+    is_copied_by_bytes,
+    tensors_in,
+    unseen,
+)
 
 __all__ = ["ForwardMode", "Region", "ReplayMode", "create_selective_checkpoint_contexts"]
 
@@ -248,7 +253,7 @@ class ForwardMode(_RegionMode):
                 f"{self._region.where}: cannot swap the output of {op_label(op)}, a {tensor.layout} tensor, because it has no "
                 "storage of its own. Let the policy answer MUST_SAVE or MUST_RECOMPUTE for it."
             )
-        if type(tensor) is not torch.Tensor or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+        if type(tensor) is not torch.Tensor or not is_copied_by_bytes(tensor, tensor.untyped_storage()):
             counters.keep(KeepReason.EXOTIC, tensor.nbytes)
             return self._keep(tensor)
         storage = tensor.untyped_storage()
