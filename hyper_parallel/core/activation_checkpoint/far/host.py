@@ -350,17 +350,19 @@ class _Pool:
         """From what is free, else from what streams of this device will have freed by then; None: grow or wait."""
         while self.in_flight and self.in_flight[0].after.is_done():
             self._collect(self.in_flight.popleft())
-        after: tuple[Completion, ...] = ()
-        spans = self.arena.take(nbytes)
-        if spans is None:
-            spans, after = self._borrow(backend, self.arena.round_up(nbytes))
+        spans, after = self._take(backend, nbytes)
         if spans is None and self.in_flight:
             self.collect_all()
-            spans = self.arena.take(nbytes)
+            spans, after = self._take(backend, nbytes)
         if spans is None:
             return None
         self._peak_used_bytes = max(self._peak_used_bytes, self.used_bytes)
         return _Place(self, backend, nbytes, spans, after)
+
+    def _take(self, backend: DeviceBackend, nbytes: int) -> tuple[tuple[Span, ...] | None, tuple[Completion, ...]]:
+        """Free room alone, else with room under copies of this device; None exactly where both together are too few."""
+        spans = self.arena.take(nbytes)
+        return (spans, ()) if spans is not None else self._borrow(backend, self.arena.round_up(nbytes))
 
     def take_back(self, place: _Place, after: Completion | None) -> None:
         """The lease is over; its room is free once its last copy is."""
@@ -389,6 +391,7 @@ class _Pool:
     def growth_bytes(self, backend: DeviceBackend, wanted_bytes: int) -> tuple[int, int]:
         """What to ask the host for: preferably this much, at least that much."""
         needed = wanted_bytes - self.arena.free_bytes - sum(room.nbytes for room in self._orderable(backend))
+        assert needed > 0, "the pool is asked to grow only after it could not lend"
         peak = max(self._peak_used_bytes, self.used_bytes + wanted_bytes)
         slack = peak + peak // SLACK_DIVISOR - self.arena.held_bytes
         preferred = wanted_bytes if wanted_bytes <= slack else needed
