@@ -161,11 +161,8 @@ class HostTier:
     def release(self, lease: Lease, after: Completion | None) -> None:
         """Take the room back once ``after`` is done. Only appends to a deque; see the note *Release* above."""
         self._released.append((lease, after))
-        if self._closed and self._budget.lock.acquire(blocking=False):  # nobody will reserve and drain any more
-            try:
-                self._drain()
-            finally:
-                self._budget.lock.release()
+        if self._closed:  # nobody will reserve and drain any more
+            self._drain_if_free()
 
     def host_bytes(self, lease: Lease) -> FlatBytes | None:
         """The bytes of a lease that lies in one piece."""
@@ -200,6 +197,19 @@ class HostTier:
                 completion.wait()
         with self._budget.lock:
             self._drain()
+
+    def retire(self) -> None:
+        """Nobody will reserve any more. Give back, without a wait, what is not lent and not under a copy."""
+        self._closed = True
+        self._drain_if_free()
+
+    def _drain_if_free(self) -> None:
+        """Safe in destructors, also of a thread that holds the lock."""
+        if self._budget.lock.acquire(blocking=False):
+            try:
+                self._drain()
+            finally:
+                self._budget.lock.release()
 
     def _drain(self) -> None:
         while self._released:
