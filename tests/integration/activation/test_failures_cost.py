@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy
 from hyper_parallel.errors import InPlaceChangeError, ReplayMismatchError
-from hyper_parallel.platform.torch.activation_checkpoint.ops import facts_of
 from hyper_parallel.platform.torch.activation_checkpoint import create_selective_checkpoint_contexts
+from hyper_parallel.platform.torch.activation_checkpoint.ops import facts_of
 from hyper_parallel.testing import simulated_accelerator
 
 from .helpers import collector_off, count_of, engines, same_gradients, step_gradients
@@ -438,7 +438,9 @@ def test_b46_a_changed_value_that_cannot_be_made_again_raises_naming_the_module(
     with simulated_accelerator(**TIGHT, tail_bytes=10**6):
         mask, out = hp.checkpoint(function, batch(), policy_fn=["bernoulli"])
         mask.zero_()
-        with pytest.raises(InPlaceChangeError, match=r"checkpoint of .*function: a saved tensor .* was changed in place"):
+        with pytest.raises(
+            InPlaceChangeError, match=r"checkpoint of .*function: a saved tensor .* was changed in place"
+        ):
             out.sum().backward()
 
 

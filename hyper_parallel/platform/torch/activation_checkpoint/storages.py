@@ -44,6 +44,7 @@ __all__ = [
     "version_token",
 ]
 
+_is_cow_tensor: Callable[[torch.Tensor], bool] = getattr(torch._C, "_is_cow_tensor")  # noqa: B009 (not in torch's stubs)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _ADINPLACE = torch._C.DispatchKey.ADInplaceOrView
 _PASS_THROUGH = frozenset(
@@ -120,7 +121,7 @@ def is_copied_by_bytes(tensor: torch.Tensor, storage: torch.UntypedStorage) -> b
     """
     if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested:
         return False
-    if torch._C._is_cow_tensor(tensor):
+    if _is_cow_tensor(tensor):
         return True  # it has memory; asking for the address would copy it
     try:
         return storage.nbytes() == 0 or storage.data_ptr() != 0
