@@ -33,10 +33,11 @@ class Engines:
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
         self._lock = threading.RLock()
-        # The weak tables find what lives; ``_held`` is what keeps it alive when nobody else does.
+        # The weak tables find what lives; what is held lives although nobody else holds it.
         self._known: weakref.WeakValueDictionary[tuple[int, SwapConfig], Engine] = weakref.WeakValueDictionary()
         self._far: weakref.WeakValueDictionary[FarKey, FarMemory] = weakref.WeakValueDictionary()
         self._held: dict[FarKey, set[Engine]] = {}
+        self._held_far: dict[FarKey, FarMemory] = {}
         self._users: dict[FarKey, list[weakref.ref[SwapConfig]]] = {}  # of disk tiers
 
     def of(self, backend: DeviceBackend, config: SwapConfig) -> Engine:
@@ -77,7 +78,7 @@ class Engines:
         key = _far_key(config)
         far = self._far.get(key)
         if far is None:
-            far = self._far[key] = FarMemory(config)
+            far = self._far[key] = self._held_far[key] = FarMemory(config)
             if "disk" in config.tiers:
                 self._drop_unused_disks(newest=key)
         return far
@@ -86,6 +87,7 @@ class Engines:
         for key, users in list(self._users.items()):
             if key != newest and all(user() is None for user in users):
                 self._held.pop(key, None)
+                self._held_far.pop(key, None)
                 del self._users[key]
 
     def _note_user(self, engine: Engine, config: SwapConfig) -> None:
@@ -96,6 +98,7 @@ class Engines:
             living = [user for user in self._users.get(key, ()) if user() is not None]
             self._users[key] = [*living, weakref.ref(config)]
             self._held.setdefault(key, set()).add(engine)
+            self._held_far[key] = engine.far
 
 
 def _far_key(config: SwapConfig) -> FarKey:
