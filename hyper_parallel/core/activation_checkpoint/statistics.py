@@ -23,7 +23,7 @@ class KeepReason:
     HOST = "already_on_host"
     PARAMETER = "parameter"
     EMPTY = "empty"
-    EXOTIC = "no_plain_storage"  # sparse, nested, quantized, wrapper subclasses
+    EXOTIC = "no_plain_storage"  # sparse, nested, quantized, wrapper subclasses, without data
     IN_BACKWARD = "saved_during_backward"  # a replay, or a graph of the gradient
     POLICY = "policy"
     TAIL = "needed_first"

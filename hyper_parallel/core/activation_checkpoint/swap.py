@@ -21,7 +21,7 @@ from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.border import DeviceBackend, Stream, Tensor, TensorBorder, border
 from hyper_parallel.core.activation_checkpoint.chain import Chain
 from hyper_parallel.core.activation_checkpoint.engine import BackwardTask, Engine
-from hyper_parallel.core.activation_checkpoint.far.memory import FarMemory
+from hyper_parallel.core.activation_checkpoint.engines import Engines
 from hyper_parallel.core.activation_checkpoint.marks import Marks
 from hyper_parallel.core.activation_checkpoint.record import Position, Record
 from hyper_parallel.core.activation_checkpoint.residency import Residency
@@ -389,8 +389,7 @@ class SwapManager:
         self._lock = threading.RLock()
         self.backends = {}
         self.counters = Counters()
-        self._engines: dict[tuple[int, SwapConfig], Engine] = {}
-        self._far: dict[tuple[object, ...], FarMemory] = {}
+        self._engines = Engines(self.counters)
         self._groups: dict[str, SwapGroup] = {}
         self._group_of_layer: weakref.WeakKeyDictionary[Any, SwapGroup] = weakref.WeakKeyDictionary()
         self.marks = Marks()
@@ -402,45 +401,31 @@ class SwapManager:
 
     def engine(self, backend: DeviceBackend, config: SwapConfig) -> Engine:
         """The schedule of one device under one set of settings."""
-        key = (id(backend), config)  # the engine holds the backend, so its id names nothing else
-        engine = self._engines.get(key)
-        if engine is None:
-            with self._lock:
-                engine = self._engines.get(key)
-                if engine is None:
-                    engine = Engine(backend, config, self._far_memory(config), self.counters)
-                    self._engines[key] = engine
-        return engine
+        return self._engines.of(backend, config)
 
     def expect(self, task: BackwardTask, engines: Container[Engine]) -> None:
         """A replay begins, and ``engines`` hold values of it."""
-        for engine in tuple(self._engines.values()):
+        for engine in self._engines.values():
             engine.expect(task, is_near=engine in engines)
 
     def relieve(self) -> None:
         """Something large was saved beside the schedules: let each see whether its copies must make room."""
-        for engine in tuple(self._engines.values()):
+        for engine in self._engines.values():
             engine.relieve()
-
-    def _far_memory(self, config: SwapConfig) -> FarMemory:
-        key = (config.tiers, config.host_limit, config.disk_path, config.disk_limit, config.verify)
-        if key not in self._far:
-            self._far[key] = FarMemory(config)
-        return self._far[key]
 
     def forget_backend(self, backend: DeviceBackend) -> None:
         """Drop the engines of a device that is going away; records still out keep theirs."""
         with self._lock:
             self.backends = {key: known for key, known in self.backends.items() if known is not backend}
-            self._engines = {key: engine for key, engine in self._engines.items() if engine.backend is not backend}
+            self._engines.forget_backend(backend)
 
     # ------------------------------------------------------------------ statistics
 
     def stats(self) -> SwapStats:
         """Everything counted since the last reset."""
         with self._lock:
-            engines = list(self._engines.values())
-            tiers = tuple(tier for far in self._far.values() for tier in far.statistics())
+            engines = self._engines.values()
+            tiers = tuple(tier for far in self._engines.far_memories() for tier in far.statistics())
         for engine in engines:
             engine.clock.settle()
         return self.counters.snapshot(tiers=tiers, live_records=sum(len(engine.live_records()) for engine in engines))
@@ -449,7 +434,7 @@ class SwapManager:
     def record_timeline(self) -> Iterator[list[Span]]:
         """Fill the yielded list, when the block ends, with every copy and stall inside it. Waits for the device then."""
         spans: list[Span] = []
-        engines = list(self._engines.values())
+        engines = self._engines.values()
         for engine in engines:
             engine.clock.start_recording()
         try:
@@ -464,7 +449,7 @@ class SwapManager:
         with self._lock:
             for chain in list(self._chains.values()):
                 chain.remove()
-            for far in self._far.values():
+            for far in self._engines.far_memories():
                 far.close()
             simulated = {key: backend for key, backend in self.backends.items() if key[0].endswith("simulated")}
             self._begin()

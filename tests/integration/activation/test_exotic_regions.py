@@ -1,4 +1,4 @@
-"""Sparse and nested values inside a selective region: kept, replayed, counted, never in the way."""
+"""Sparse, nested and other unusual values in regions: kept, replayed, counted, never in the way."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mut
 
 import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy
+from hyper_parallel.core.activation_checkpoint.swap import SwapTensor
 from hyper_parallel.errors import PolicyError
 from hyper_parallel.platform.torch.activation_checkpoint import create_selective_checkpoint_contexts
 from hyper_parallel.platform.torch.activation_checkpoint.ops import facts_of
@@ -125,3 +126,56 @@ def test_one_pair_of_contexts_serves_one_call() -> None:
 def test_an_answer_without_a_hash_is_named() -> None:
     with simulated_accelerator(), pytest.raises(PolicyError, match=r"the tensor policy answered \[1\]"):
         hp.swap(lambda x: x.sin(), batch(), policy_fn=lambda _: [1])
+
+
+def _tangent(x: torch.Tensor) -> torch.Tensor:
+    weight = x.detach().cos()
+
+    def function(a: torch.Tensor) -> torch.Tensor:
+        return (a * weight).sin() * (x * weight) * a
+
+    return torch.func.jvp(function, (x,), (torch.ones_like(x),))[1]
+
+
+def _zero_tensor(x: torch.Tensor) -> torch.Tensor:
+    return x * torch._efficientzerotensor(x.shape) + x * x
+
+
+def _nested_by_strides(x: torch.Tensor) -> torch.Tensor:
+    rows = torch.nested.as_nested_tensor([x[:1].exp(), x[1:].exp()])
+    return torch.cat([row.flatten() for row in (rows * rows).unbind()])
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize(
+    "function", [_tangent, _zero_tensor, _nested_by_strides], ids=["jvp", "zero_tensor", "nested_by_strides"]
+)
+def test_a_tensor_that_reports_bytes_and_is_not_copied_by_them_stays(function: Any) -> None:
+    x = batch()
+    with simulated_accelerator(window_bytes=0):
+        (wanted,) = torch.autograd.grad(function(x).sum(), x)
+        y = hp.swap(function, x)
+        assert hp.stats().kept_bytes["no_plain_storage"] > 0
+        (got,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("function", [_tangent, _zero_tensor], ids=["jvp", "zero_tensor"])
+@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer.name)
+def test_a_region_with_tensors_that_have_no_data(function: Any, answer: CheckpointPolicy) -> None:
+    x = batch()
+    with simulated_accelerator(window_bytes=0):
+        (wanted,) = torch.autograd.grad(function(x).sum(), x)
+        y = hp.checkpoint(function, x, policy_fn=lambda *_, **__: answer)
+        (got,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(got, wanted)
+
+
+def test_a_tensor_with_more_than_bytes_is_none_that_a_swap_tensor_moves() -> None:
+    with simulated_accelerator():
+        for tensor in (torch._efficientzerotensor((4, 4)), torch.randn(4, 4, dtype=torch.complex64).conj()):
+            held = SwapTensor(tensor, "forward")
+            assert held.state == "non_tensor"
+            assert held.get_val() is tensor

@@ -18,6 +18,7 @@ import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy
 from hyper_parallel.errors import InPlaceChangeError, ReplayMismatchError
 from hyper_parallel.platform.torch.activation_checkpoint import create_selective_checkpoint_contexts
+from hyper_parallel.platform.torch.activation_checkpoint.ops import facts_of
 from hyper_parallel.testing import simulated_accelerator
 
 from .helpers import collector_off, count_of, engines, same_gradients, step_gradients
@@ -366,37 +367,90 @@ def test_b46_a_change_of_a_filed_output_is_exact(variant: str, policy: Any, tail
     same_gradients(got, expected)
 
 
+class _EndsInLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.o = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.o(x.exp())
+
+
+class _EndsInNorm(_EndsInLinear):
+    """Backward needs two outputs of the last op, and not the third, which the caller changes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(super().forward(x), (WIDTH,))
+
+
+class _EndsInDropout(_EndsInLinear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.native_dropout(super().forward(x), 0.5, True)[0]
+
+
+class _ReadsItsOutput(_EndsInLinear):
+    """The replay computes from a value that the caller changes, and the plain step does not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return torch.stack([y, (y * 2).sin()])[0] + (y.double() * 3).exp().float()
+
+
+class _ReturnsTwo(_EndsInLinear):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = super().forward(x)
+        return y, (y.double() * 3).exp().float()
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
 @pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_SWAP])
-def test_b46_a_change_after_the_region_is_exact_or_raises_naming_the_module(policy: CheckpointPolicy) -> None:
-    class Last(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.o = nn.Linear(WIDTH, WIDTH)
+@pytest.mark.parametrize("last", [_EndsInLinear, _EndsInNorm, _EndsInDropout, _ReadsItsOutput, _ReturnsTwo])
+@pytest.mark.parametrize("tail_bytes", [0, 10**6])
+def test_b46_a_change_of_a_kept_output_after_the_region_is_exact(
+    last: Any, policy: CheckpointPolicy, early_stop: bool, tail_bytes: int
+) -> None:
+    plain = last()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.o(x.exp())
-
-    plain = Last()
-    ours = hp.checkpoint_wrapper(copy.deepcopy(plain), policy_fn=always(policy), early_stop=False)
+    def keeps_large_ops(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_kept = any(name in str(op) for name in ("addmm", "layer_norm", "dropout"))
+        return policy if is_kept else CheckpointPolicy.MUST_RECOMPUTE
 
     def step(module: Any) -> list[Any]:
+        torch.manual_seed(2)
+        module.zero_grad()
         x = batch()
-        out = module(x)
+        out, *more = module(x) if last is _ReturnsTwo else (module(x),)
         out *= 3
-        out.sum().backward()
-        return [x.grad, *(p.grad for p in module.parameters())]
+        loss = sum(more, out).sum() + torch.rand(())
+        loss.backward(retain_graph=True)
+        loss.backward()  # a second replay finds the same
+        return [x.grad, *(p.grad.clone() for p in plain.parameters()), torch.rand(1)]
 
-    expected = step(plain)
-    with simulated_accelerator(**TIGHT):
-        try:
-            got = step(ours)
-        except InPlaceChangeError as error:
-            refusal = str(error)
-            got = None
-    if got is None:
-        assert "checkpoint of Last" in refusal
-        return
-    same_gradients(got, expected)
+    with simulated_accelerator(**TIGHT, tail_bytes=tail_bytes):
+        expected = step(plain)
+        for policy_fn in (always(policy), keeps_large_ops):
+            same_gradients(step(hp.checkpoint_wrapper(plain, policy_fn=policy_fn, early_stop=early_stop)), expected)
+
+
+def test_b46_a_changed_value_that_cannot_be_made_again_raises_naming_the_module() -> None:
+    generator = torch.Generator().manual_seed(1)
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mask = torch.bernoulli(x.detach().sigmoid(), generator=generator)
+        return mask, x * (mask * 2)
+
+    with simulated_accelerator(**TIGHT, tail_bytes=10**6):
+        mask, out = hp.checkpoint(function, batch(), policy_fn=["bernoulli"])
+        mask.zero_()
+        with pytest.raises(
+            InPlaceChangeError, match=r"checkpoint of .*function: a saved tensor .* was changed in place"
+        ):
+            out.sum().backward()
+
+
+@pytest.mark.parametrize("op", [torch.ops._c10d_functional.all_reduce.default, torch.ops.c10d.allreduce_.default])
+def test_b46_a_collective_is_not_run_again_for_one_rank(op: Any) -> None:
+    assert not facts_of(op).can_run_again
 
 
 @pytest.mark.parametrize("saved", ["bernoulli", "rand_like", "native_dropout", "bernoulli_"])

@@ -37,6 +37,47 @@ def test_two_stacks_are_both_found_and_their_insides_are_not() -> None:
     assert names(Both()) == ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]
 
 
+class _Holder(nn.Module):
+    """Holds two parts that the model calls one by one; it has no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.mlp = Layer(), nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+
+
+def _parts() -> dict[str, nn.Module]:
+    return dict(_Holder()._modules)
+
+
+@pytest.mark.parametrize(
+    ("layers", "found"),
+    [
+        (nn.ModuleList(nn.ModuleDict(_parts()) for _ in range(2)), ["0.attn", "0.mlp", "1.attn", "1.mlp"]),
+        (nn.ModuleDict({key: nn.ModuleDict(_parts()) for key in "ab"}), ["a.attn", "a.mlp", "b.attn", "b.mlp"]),
+        (nn.ModuleList(nn.ModuleList(_parts().values()) for _ in range(2)), ["0.0", "0.1", "1.0", "1.1"]),
+        (nn.ModuleDict({key: nn.ModuleList([Layer()]) for key in "ab"}), ["a.0", "b.0"]),
+        (nn.ModuleList(_Holder() for _ in range(2)), ["0.attn", "0.mlp", "1.attn", "1.mlp"]),
+        (nn.ModuleDict({"a": Layer(), "b": Layer(), "head": nn.Linear(2, 2)}), ["a", "b"]),
+        (nn.ModuleList(nn.Sequential(Layer(), nn.ReLU()) for _ in range(2)), ["0", "1"]),
+    ],
+    ids=["list_of_dicts", "dict_of_dicts", "list_of_lists", "dict_of_lists", "holders", "dict", "list_of_sequences"],
+)
+def test_what_is_never_called_is_no_block_and_its_modules_are(layers: nn.Module, found: list[str]) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+    assert names(Model()) == [f"layers.{name}" for name in found]
+
+
+def test_patterns_that_name_what_is_never_called_are_refused() -> None:
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.ModuleDict(_parts()) for _ in range(2))
+    with pytest.raises(PlanError, match=r"layers\.0 \(named by 'layers\.\*'\) cannot be a block.*'layers\.\*\.\*'"):
+        names(model, "layers.*")
+
+
 def test_patterns_name_blocks() -> None:
     model = Transformer(3)
     assert names(model, "layers.*.mlp") == ["layers.0.mlp", "layers.1.mlp", "layers.2.mlp"]

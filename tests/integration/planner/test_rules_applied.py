@@ -95,6 +95,55 @@ def test_a_rule_that_matches_nothing_is_found_at_the_end_of_the_first_forward() 
     step()
 
 
+class _CallsTheInsides(nn.Module):
+    """Its blocks can be called, and are not: it calls what is in them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU())) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer[0](x)
+        return x
+
+
+@pytest.mark.parametrize("rules", [{"*::addmm": "save", "*::*": "recompute"}, "auto"], ids=["rules", "preset"])
+def test_rules_on_blocks_that_are_never_called_are_said_to_do_nothing(rules: Any) -> None:
+    model, x = _CallsTheInsides(), torch.randn(2, 4)
+    before = tree_of(model)
+    hp.apply_rules(model, rules)
+    with torch.no_grad():
+        model(x)
+    with pytest.raises(
+        PlanError, match=r"none of the model's 3 blocks: layers\.0, .*blocks='layers\.\*\.\*'.*taken off"
+    ):
+        model(x)
+    assert tree_of(model) == before
+    with hp.apply_rules(model, rules, blocks="layers.*.*") as handle:
+        model(x).sum().backward()
+        assert sum(handle.stats()["decided"].values()) > 0
+
+
+def test_rules_on_a_list_of_dicts_decide() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(
+                nn.ModuleDict({"mlp": nn.Sequential(nn.Linear(4, 4), nn.ReLU())}) for _ in range(3)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer["mlp"](x)
+            return x
+
+    model, x = Model(), torch.randn(2, 4)
+    with hp.apply_rules(model, {"layers.*.mlp::addmm": "save", "*::*": "recompute"}) as handle:
+        model(x).sum().backward()
+        assert handle.stats()["decided"]["layers.*.mlp::addmm"] == 3
+
+
 def test_with_a_step_the_same_is_found_at_once() -> None:
     model, step = transformer()
     before, forwards = tree_of(model), model.forwards.clone()

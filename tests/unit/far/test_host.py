@@ -202,6 +202,53 @@ def test_never_lent_while_a_completion_is_pending() -> None:
     assert big.place.pool.in_flight_bytes == 3 * MIB
 
 
+def test_room_that_is_free_and_room_under_a_queued_copy_serve_one_lease_together() -> None:
+    tier, backend = pinned_tier(), TorchBackend()
+    stream = backend.new_stream()
+    leases = [lend(tier, backend, MIB) for _ in range(2)]
+    write(tier, leases[0], backend.allocate(MIB), backend, stream)
+    gate = stream.hold()
+    tier.release(leases[0], read(tier, leases[0], backend, stream)[1])  # its copy can be ordered, and is not done
+    copy = ManualCompletion()
+    tier.release(leases[1], copy)  # not the oldest, and cannot be ordered
+    tier.statistics()
+    copy.finish()
+    both = lend(tier, backend, 2 * MIB - 5)
+    assert tier.statistics().allocations == 2
+    assert len(both.place.hosts) == 2
+    source = random_bytes(both.nbytes, seed=9)
+    write(tier, both, source, backend, backend.new_stream())
+    gate.fire()
+    target, completion = read(tier, both, backend, stream)
+    completion.wait()
+    assert torch.equal(target, source)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_host_is_asked_for_bytes_only_where_room_of_all_kinds_is_too_little(seed: int) -> None:
+    tier, backend = pinned_tier(), TorchBackend()
+    stream = backend.new_stream()
+    gate = stream.hold()  # every copy on this stream stays queued
+    draw = random.Random(seed)
+    leases: list[Lease] = []
+    pending: list[ManualCompletion] = []
+    for _ in range(300):
+        if leases and draw.random() < 0.5:
+            lease = leases.pop(draw.randrange(len(leases)))
+            after = write(tier, lease, backend.allocate(lease.nbytes), backend, stream)
+            if draw.random() < 0.5:
+                after = ManualCompletion()
+                pending.append(after)
+            tier.release(lease, after)
+        else:
+            leases.append(lend(tier, backend, draw.randint(1, 64 * KIB)))
+        if pending and draw.random() < 0.5:
+            pending.pop(draw.randrange(len(pending))).finish()
+    assert all(nbytes > 0 for nbytes, _ in backend.host_allocations)
+    assert not any(overlap(a, b) for i, a in enumerate(leases) for b in leases[:i])
+    gate.fire()
+
+
 def test_at_the_cap_it_waits_for_the_oldest_pending_copy() -> None:
     tier, backend = pinned_tier(2 * MIB), TorchBackend()
     leases = [lend(tier, backend, MIB) for _ in range(2)]

@@ -155,11 +155,8 @@ class DiskTier:
         """Take the room back once ``after`` is done and no worker uses it. Takes no lock it could already hold."""
         lease.place.is_released = True
         self._released.append((lease, after))
-        if self._closed and self._lock.acquire(blocking=False):  # nobody will reserve and drain any more
-            try:
-                self._drain()
-            finally:
-                self._lock.release()
+        if self._closed:  # nobody will reserve and drain any more
+            self._drain_if_free()
 
     def statistics(self) -> TierStatistics:
         """What it holds and has done so far."""
@@ -194,6 +191,19 @@ class DiskTier:
             self._drain()
         if self._shut:
             self._workers.stop(join=True)
+
+    def retire(self) -> None:
+        """Nobody will reserve any more. Close without a wait: now, or with the last release or the last job's end."""
+        self._closed = True
+        self._drain_if_free()
+
+    def _drain_if_free(self) -> None:
+        """Safe in destructors, also of a thread that holds the lock."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._drain()
+            finally:
+                self._lock.release()
 
     def _prepare(self, backend: DeviceBackend, wanted_bytes: int) -> Refusal | None:
         if self.failure is not None:
@@ -284,6 +294,7 @@ class DiskTier:
                 place.state = _State.WRITTEN
                 place.num_jobs -= 1
                 waiting, place.waiting = place.waiting, []
+                self._close_after_last_job()
             for job in waiting:
                 self._workers.submit(job, may_wait=False)
 
@@ -354,6 +365,11 @@ class DiskTier:
         finally:
             with self._lock:
                 copy.place.num_jobs -= 1
+                self._close_after_last_job()
+
+    def _close_after_last_job(self) -> None:
+        if self._closed:
+            self._drain()
 
     def _read_staged(self, copy: _Copy) -> Event:
         backend = copy.backend

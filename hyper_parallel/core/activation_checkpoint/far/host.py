@@ -161,11 +161,8 @@ class HostTier:
     def release(self, lease: Lease, after: Completion | None) -> None:
         """Take the room back once ``after`` is done. Only appends to a deque; see the note *Release* above."""
         self._released.append((lease, after))
-        if self._closed and self._budget.lock.acquire(blocking=False):  # nobody will reserve and drain any more
-            try:
-                self._drain()
-            finally:
-                self._budget.lock.release()
+        if self._closed:  # nobody will reserve and drain any more
+            self._drain_if_free()
 
     def host_bytes(self, lease: Lease) -> FlatBytes | None:
         """The bytes of a lease that lies in one piece."""
@@ -200,6 +197,19 @@ class HostTier:
                 completion.wait()
         with self._budget.lock:
             self._drain()
+
+    def retire(self) -> None:
+        """Nobody will reserve any more. Give back, without a wait, what is not lent and not under a copy."""
+        self._closed = True
+        self._drain_if_free()
+
+    def _drain_if_free(self) -> None:
+        """Safe in destructors, also of a thread that holds the lock."""
+        if self._budget.lock.acquire(blocking=False):
+            try:
+                self._drain()
+            finally:
+                self._budget.lock.release()
 
     def _drain(self) -> None:
         while self._released:
@@ -350,17 +360,19 @@ class _Pool:
         """From what is free, else from what streams of this device will have freed by then; None: grow or wait."""
         while self.in_flight and self.in_flight[0].after.is_done():
             self._collect(self.in_flight.popleft())
-        after: tuple[Completion, ...] = ()
-        spans = self.arena.take(nbytes)
-        if spans is None:
-            spans, after = self._borrow(backend, self.arena.round_up(nbytes))
+        spans, after = self._take(backend, nbytes)
         if spans is None and self.in_flight:
             self.collect_all()
-            spans = self.arena.take(nbytes)
+            spans, after = self._take(backend, nbytes)
         if spans is None:
             return None
         self._peak_used_bytes = max(self._peak_used_bytes, self.used_bytes)
         return _Place(self, backend, nbytes, spans, after)
+
+    def _take(self, backend: DeviceBackend, nbytes: int) -> tuple[tuple[Span, ...] | None, tuple[Completion, ...]]:
+        """Free room alone, else with room under copies of this device; None exactly where both together are too few."""
+        spans = self.arena.take(nbytes)
+        return (spans, ()) if spans is not None else self._borrow(backend, self.arena.round_up(nbytes))
 
     def take_back(self, place: _Place, after: Completion | None) -> None:
         """The lease is over; its room is free once its last copy is."""
@@ -389,6 +401,7 @@ class _Pool:
     def growth_bytes(self, backend: DeviceBackend, wanted_bytes: int) -> tuple[int, int]:
         """What to ask the host for: preferably this much, at least that much."""
         needed = wanted_bytes - self.arena.free_bytes - sum(room.nbytes for room in self._orderable(backend))
+        assert needed > 0, "the pool is asked to grow only after it could not lend"
         peak = max(self._peak_used_bytes, self.used_bytes + wanted_bytes)
         slack = peak + peak // SLACK_DIVISOR - self.arena.held_bytes
         preferred = wanted_bytes if wanted_bytes <= slack else needed

@@ -13,6 +13,7 @@ import collections
 import contextlib
 import dataclasses
 import threading
+import weakref
 import zlib
 from typing import Protocol, runtime_checkable
 
@@ -53,6 +54,8 @@ class FarMemory:
         self._budget = HostBudget(limit)
         self._verify = config.verify
         self._tiers = tuple(self._make_tier(name, config) for name in config.tiers)
+        # A released lease still names its tier, so a tier would wait for the garbage collector.
+        weakref.finalize(self, _retire, self._tiers).atexit = False
         self._refused_lock = threading.Lock()
         self._refused: collections.Counter[tuple[str, Refusal]] = collections.Counter()
         self._refused_bytes: collections.Counter[tuple[str, Refusal]] = collections.Counter()
@@ -139,6 +142,11 @@ class FarMemory:
         if backend.is_host_memory:
             return tuple(tier for tier in self._tiers if isinstance(tier, DiskTier)) or self._tiers
         return self._tiers
+
+
+def _retire(tiers: tuple[Tier, ...]) -> None:
+    for tier in tiers:
+        tier.retire()
 
 
 class _CheckedLease(Lease):

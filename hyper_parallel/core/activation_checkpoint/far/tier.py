@@ -84,3 +84,6 @@ class Tier(Protocol):
 
     def close(self) -> None:
         """Give everything back to the host; leases still out keep their bytes until they are released."""
+
+    def retire(self) -> None:
+        """The same without a wait, for destructors: what is still in use goes with its last use."""

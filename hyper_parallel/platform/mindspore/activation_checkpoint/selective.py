@@ -12,7 +12,8 @@ Rules
    ``preserve_rng_state=False`` an op that draws is like any other: where it is recomputed, it draws other numbers.
 3. An in-place op that changes a filed output is seen by the forward mode before it runs. A swapped one is ordered after
    its copy out, a saved one is copied first; the replay then hands out a copy, because it will apply the same change again.
-4. A change that happens outside the region shows in the version counter, if MindSpore counts it, and raises.
+4. A change that happens outside the region, after it ended, shows in the version counter, if MindSpore counts it. The replay
+   then runs the op again, because its kept bytes are gone. An op that draws cannot be run again, and raises.
 5. Our own tensor ops run unseen, so that an outer region's counting is not shifted.
 6. A gradient that is taken inside the region replays it while forward still runs. Forward then files nothing, and the
    replay runs ahead of what is filed; an op that draws is refused there.
@@ -33,7 +34,7 @@ from hyper_parallel.core.activation_checkpoint.policy import ByOpName, PolicyCon
 from hyper_parallel.core.activation_checkpoint.record import Position
 from hyper_parallel.core.activation_checkpoint.statistics import KeepReason
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
-from hyper_parallel.errors import ActivationError, ReplayMismatchError
+from hyper_parallel.errors import ActivationError, InPlaceChangeError, ReplayMismatchError
 from hyper_parallel.platform.mindspore import compat
 from hyper_parallel.platform.mindspore.activation_checkpoint.devices import copied
 from hyper_parallel.platform.mindspore.activation_checkpoint.draws import Drawing, DrawingAgain
@@ -300,7 +301,26 @@ class ReplayMode(mindspore.MsDispatchMode):  # type: ignore[misc]
                 f"with {entry.inputs}; its kept output does not fit. The function must run the same ops on the same shapes "
                 "and dtypes again."
             )
-        return _map_packed(entry.output, self._hand_out_copy if entry.is_changed_later else self._hand_out)
+        if entry.is_changed_later:
+            return _map_packed(entry.output, self._hand_out_copy)
+        try:
+            return _map_packed(entry.output, self._hand_out)
+        except InPlaceChangeError:
+            if facts.is_random:
+                raise
+        SwapManager().counters.add_to("replayed_ops", "changed_outside", 1)
+        return self._unchanged_or_new(entry.output, func(*args))
+
+    def _unchanged_or_new(self, packed: Any, new: Any) -> Any:
+        """Rule 4: what nobody changed is forward's own value; the rest is what the op made again."""
+        if isinstance(packed, tuple | list):
+            return type(packed)(map(self._unchanged_or_new, packed, new))
+        if not isinstance(packed, Kept | Handle):
+            return packed
+        try:
+            return self._hand_out(packed)
+        except InPlaceChangeError:
+            return new
 
     def _note_made(self, func: Any, args: Any, output: Any) -> None:
         """Remember what a factory made, what comes of that alone, and what item assignment put in its place."""

@@ -29,7 +29,8 @@ _SILENT_VIEWS = frozenset(
     }
 )  # share their input's storage; their schema does not say so
 
-_TAGGED = frozenset({"aten", "prim", "prims", "c10d", "_c10d_functional", "c10d_functional"})  # random ops carry a tag
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"})
+_TAGGED = frozenset({"aten", "prim", "prims", *_COLLECTIVES})  # random ops carry a tag
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,7 @@ class OpFacts:
     writes: tuple[int | str, ...] = ()  # the arguments it changes, by position or keyword
     writes_anything: bool = False  # its schema does not say which
     may_be_weight_cast: bool = False  # see is_weight_cast
+    can_run_again: bool = True  # False: other ranks take part in it, and do not run it again
 
 
 KNOWN: dict[int, OpFacts] = {}
@@ -57,7 +59,10 @@ def facts_of(op: Any) -> OpFacts:  # op: torch._ops.OpOverload | torch._ops.High
     if facts is None:
         facts = _examined(op)
         may_draw = facts.is_random or (not facts.is_ignored and getattr(op, "namespace", None) not in _TAGGED)
-        facts = KNOWN[id(op)] = dataclasses.replace(facts, op=op, run=compat.bare_op(op), may_draw=may_draw)
+        can_run_again = getattr(op, "namespace", None) not in _COLLECTIVES
+        facts = KNOWN[id(op)] = dataclasses.replace(
+            facts, op=op, run=compat.bare_op(op), may_draw=may_draw, can_run_again=can_run_again
+        )
     return facts
 
 

@@ -30,6 +30,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.storages import (
     alias,
     flat_bytes,
     is_changed_piece,
+    is_copied_by_bytes,
     is_parameter_derived,
     share_key,
     storage_watch,
@@ -135,9 +136,7 @@ class Packer:
             return self._keep(tensor, KeepReason.POLICY, nbytes)
         if nbytes < self._min_bytes:
             return self._keep(tensor, KeepReason.SMALL, nbytes)
-        if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
-            return self._keep(tensor, KeepReason.EXOTIC, nbytes)
-        if is_changed_piece(tensor, nbytes):
+        if not is_copied_by_bytes(tensor, storage) or is_changed_piece(tensor, nbytes):
             return self._keep(tensor, KeepReason.EXOTIC, nbytes)
         if is_in_backward():
             return self._keep(tensor, KeepReason.IN_BACKWARD, nbytes)

@@ -12,7 +12,9 @@ Rules
    without saying so, and counts as random.
 3. An in-place op that changes a filed output is seen by the forward mode before it runs. A swapped one is ordered after
    its copy out, a saved one is copied first; the replay then hands out a copy, because it will apply the same change again.
-4. A change that happens outside the region shows in the version counter, and raises.
+4. A change that happens outside the region, after it ended, shows in the version counter. The replay then runs the op again,
+   from the random state that it had, because its kept bytes are gone. What cannot be run again (a collective, an op that
+   draws from a generator of the caller's) raises.
 5. Our own tensor ops run unseen, so that an outer region's counting is not shifted.
 6. A gradient taken inside a region (a penalty, a meta step) is a backward of its own, and makes torch replay regions while
    a forward still runs. A mode counts what belongs to the backward, or to none, in which it was entered; all else runs
@@ -41,14 +43,19 @@ from hyper_parallel.core.activation_checkpoint.policy import (
 from hyper_parallel.core.activation_checkpoint.record import Position
 from hyper_parallel.core.activation_checkpoint.statistics import KeepReason
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
-from hyper_parallel.errors import PolicyError, ReplayMismatchError, SwapImpossibleError
+from hyper_parallel.errors import InPlaceChangeError, PolicyError, ReplayMismatchError, SwapImpossibleError
 from hyper_parallel.platform.torch import compat
 from hyper_parallel.platform.torch.activation_checkpoint.graph import current_task, next_sequence
 from hyper_parallel.platform.torch.activation_checkpoint.ops import KNOWN, OpFacts, facts_of, is_weight_cast
 from hyper_parallel.platform.torch.activation_checkpoint.packed import Handle, Kept
 from hyper_parallel.platform.torch.activation_checkpoint.random_state import RandomState, Source, set_state
 from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import Packer
-from hyper_parallel.platform.torch.activation_checkpoint.storages import alias, tensors_in, unseen
+from hyper_parallel.platform.torch.activation_checkpoint.storages import (
+    alias,
+    is_copied_by_bytes,
+    tensors_in,
+    unseen,
+)
 
 __all__ = ["ForwardMode", "Region", "ReplayMode", "create_selective_checkpoint_contexts"]
 
@@ -74,12 +81,13 @@ _REPLAYED = Replayed(None)
 class Filed:
     """An op instance whose output the replay hands out."""
 
-    __slots__ = ("inputs", "is_changed_later", "output")
+    __slots__ = ("inputs", "is_changed_later", "output", "random_state")
 
-    def __init__(self, output: Any, inputs: Inputs) -> None:
+    def __init__(self, output: Any, inputs: Inputs, random_state: RandomState | None) -> None:
         self.output = output  # the op's output with every tensor packed
         self.inputs = inputs
         self.is_changed_later = False
+        self.random_state = random_state  # before the op ran, if it may draw; rule 4
 
 
 class Region:
@@ -195,9 +203,10 @@ class ForwardMode(_RegionMode):
             self._recomputed_bytes += _bytes_of(output)
             return output
         entries.append(_REPLAYED)  # what an exception inside the op leaves behind
+        state = RandomState.now(args, kwargs, is_opaque=not facts.is_random) if facts.may_draw else None
         output = facts.run(*args, **kwargs)
         self._has_skipped_random |= facts.may_draw
-        entries[-1] = self._file(op, policy, output, args)
+        entries[-1] = self._file(op, policy, output, Filed(None, _inputs_of(args), state))
         return output
 
     def _ask(self, op: Any, args: Any, kwargs: dict[str, Any]) -> CheckpointPolicy:
@@ -215,7 +224,7 @@ class ForwardMode(_RegionMode):
             return Replayed(RandomState.now(args, kwargs, is_opaque=not facts.is_random))
         return _REPLAYED
 
-    def _file(self, op: Any, policy: CheckpointPolicy, output: Any, args: Any) -> Filed:
+    def _file(self, op: Any, policy: CheckpointPolicy, output: Any, filed: Filed) -> Filed:
         pack = self._pack_swapped if policy is CheckpointPolicy.MUST_SWAP else self._pack_saved
         self._index += 1
         packed: Any
@@ -225,7 +234,7 @@ class ForwardMode(_RegionMode):
             packed = type(output)(pack(op, item) if isinstance(item, torch.Tensor) else item for item in output)
         else:
             packed = output
-        filed = Filed(packed, _inputs_of(args))
+        filed.output = packed
         for leaf in _packed_leaves(packed):
             key = _storage_key(leaf)
             if key is not None:
@@ -248,7 +257,7 @@ class ForwardMode(_RegionMode):
                 f"{self._region.where}: cannot swap the output of {op_label(op)}, a {tensor.layout} tensor, because it has no "
                 "storage of its own. Let the policy answer MUST_SAVE or MUST_RECOMPUTE for it."
             )
-        if type(tensor) is not torch.Tensor or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+        if type(tensor) is not torch.Tensor or not is_copied_by_bytes(tensor, tensor.untyped_storage()):
             counters.keep(KeepReason.EXOTIC, tensor.nbytes)
             return self._keep(tensor)
         storage = tensor.untyped_storage()
@@ -371,7 +380,32 @@ class ReplayMode(_RegionMode):
                 f"with {entry.inputs}; its kept output does not fit. The function must run the same ops on the same shapes "
                 "and dtypes again."
             )
-        return _map_packed(entry.output, self._hand_out_copy if entry.is_changed_later else self._hand_out)
+        if entry.is_changed_later:
+            return _map_packed(entry.output, self._hand_out_copy)
+        try:
+            return _map_packed(entry.output, self._hand_out)
+        except InPlaceChangeError:
+            if not facts.can_run_again or _has_generator(args, kwargs):
+                raise
+        return self._run_again(facts, entry, args, kwargs)
+
+    def _run_again(self, facts: OpFacts, entry: Filed, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Rule 4."""
+        if entry.random_state is not None:
+            entry.random_state.restore(self._here.runs[-1].displaced)
+        SwapManager().counters.add_to("replayed_ops", "changed_outside", 1)
+        return self._unchanged_or_new(entry.output, facts.run(*args, **kwargs))
+
+    def _unchanged_or_new(self, packed: Any, new: Any) -> Any:
+        """What nobody changed is forward's own value; the rest is what the op made again."""
+        if isinstance(packed, tuple | list):
+            return type(packed)(map(self._unchanged_or_new, packed, new))
+        if not isinstance(packed, Kept | Handle):
+            return packed
+        try:
+            return self._hand_out(packed)
+        except InPlaceChangeError:
+            return new
 
     def _hand_out(self, packed: Kept | Handle) -> torch.Tensor:
         if isinstance(packed, Kept):
@@ -403,6 +437,10 @@ def _settled(packed: Kept | Handle) -> Kept | Handle:
     with torch.inference_mode(False), unseen():  # the change may stand in such a block; the copy outlives it
         copy = value.clone()
     return Kept(copy, copy._version, packed.where)
+
+
+def _has_generator(args: Any, kwargs: dict[str, Any]) -> bool:
+    return any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
 
 
 def _bytes_of(output: Any) -> int:

@@ -13,6 +13,10 @@ Note: counters of their own
 Note: below the counter
     A dispatch mode runs below the kernels that share and bump version counters, so an alias made there has a counter of
     its own. ``_ADINPLACE`` is let in again for the moment in which a mode makes an alias.
+
+Note: bytes without data
+    A storage may report bytes and have no memory behind them: a ``ZeroTensor`` (what forward-mode differentiation uses for a
+    tangent that is zero everywhere) and a functionalized tensor. Reading such a storage ends the process.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ __all__ = [
     "alias",
     "flat_bytes",
     "is_changed_piece",
+    "is_copied_by_bytes",
     "is_parameter_derived",
     "share_key",
     "storage_watch",
@@ -39,6 +44,7 @@ __all__ = [
     "version_token",
 ]
 
+_is_cow_tensor: Callable[[torch.Tensor], bool] = getattr(torch._C, "_is_cow_tensor")  # noqa: B009 (not in torch's stubs)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _ADINPLACE = torch._C.DispatchKey.ADInplaceOrView
 _PASS_THROUGH = frozenset(
@@ -105,6 +111,22 @@ def flat_bytes(storage: torch.UntypedStorage) -> FlatBytes:
     """All bytes of a storage, as one flat tensor over it."""
     with unseen():
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def is_copied_by_bytes(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether the storage's bytes, with a size, strides and an offset, are all there is to this tensor.
+
+    False for tensors that carry more (a conjugate or negative bit, quantization, ragged sizes) and for storages without
+    memory (see "bytes without data").
+    """
+    if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested:
+        return False
+    if _is_cow_tensor(tensor):
+        return True  # it has memory; asking for the address would copy it
+    try:
+        return storage.nbytes() == 0 or storage.data_ptr() != 0
+    except RuntimeError:
+        return False
 
 
 def is_changed_piece(tensor: torch.Tensor, storage_bytes: int) -> bool:

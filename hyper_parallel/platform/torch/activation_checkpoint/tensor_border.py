@@ -14,7 +14,7 @@ from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.platform.base.trees import tree_map
 from hyper_parallel.platform.torch.activation_checkpoint.devices import backend_for
 from hyper_parallel.platform.torch.activation_checkpoint.graph import is_in_backward
-from hyper_parallel.platform.torch.activation_checkpoint.storages import ViewSpec, flat_bytes
+from hyper_parallel.platform.torch.activation_checkpoint.storages import ViewSpec, flat_bytes, is_copied_by_bytes
 
 __all__ = ["TorchTensorBorder"]
 
@@ -34,6 +34,8 @@ class TorchTensorBorder:
 
     def engine_of(self, tensor: torch.Tensor) -> Engine | None:
         """See the border."""
+        if not is_copied_by_bytes(tensor, tensor.untyped_storage()):
+            return None
         config = current_config()
         backend = backend_for(tensor.device, config)
         return None if backend is None else SwapManager().engine(backend, config)

@@ -87,8 +87,8 @@ def find_blocks(model: nn.Module, patterns: str | Sequence[str] | None, *, who: 
         if isinstance(module, _CONTAINERS)
     )
     raise PlanError(
-        f"{who}: {type(model).__name__} has no repeated blocks: no container holds two modules of one class that have parts of "
-        f"their own{'; its containers are ' + ', '.join(lists[:8]) if lists else ''}. Name the modules to treat as blocks, "
+        f"{who}: {type(model).__name__} has no repeated blocks: no container holds two callable modules of one class with parts "
+        f"of their own{'; its containers are ' + ', '.join(lists[:8]) if lists else ''}. Name the modules to treat as blocks, "
         "for example blocks='encoder.*'."
     )
 
@@ -99,15 +99,30 @@ def _repeated(model: nn.Module) -> list[BlockRef]:
     for path, container in model.named_modules():
         if id(container) in inside or not isinstance(container, _CONTAINERS):
             continue
-        children = [(key, child) for key, child in container._modules.items() if child is not None and child._modules]
-        counts = Counter(child.__class__ for _, child in children)
-        for key, child in children:
-            if counts[child.__class__] < 2 or isinstance(child, _CONTAINERS[:1]) or not _has_parameters(child):
+        children = [block for block in _called_in(path, container) if block.module._modules]
+        counts = Counter(block.module.__class__ for block in children)
+        for block in children:
+            if counts[block.module.__class__] < 2 or not _has_parameters(block.module):
                 continue
-            if id(child) not in inside:
-                blocks.append(BlockRef(f"{path}.{key}" if path else key, child))
-            inside.update(map(id, child.modules()))
+            if id(block.module) not in inside:
+                blocks.append(block)
+            inside.update(map(id, block.module.modules()))
     return blocks
+
+
+def _called_in(path: str, container: nn.Module) -> list[BlockRef]:
+    """The modules of a container that can be called; where a child cannot, what it holds counts as the container's."""
+    found: list[BlockRef] = []
+    for key, child in container._modules.items():
+        if child is not None:
+            name = f"{path}.{key}" if path else key
+            found.extend([BlockRef(name, child)] if _has_forward(child) else _called_in(name, child))
+    return found
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """False for what only holds modules (``ModuleList``, ``ModuleDict``): it is never called, so it cannot be a region."""
+    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
 def _has_parameters(module: nn.Module) -> bool:
@@ -130,6 +145,11 @@ def _named(model: nn.Module, patterns: str | Sequence[str], who: str) -> list[Bl
                 "path from the model's root in which * stands for one name."
             )
         for path, module in hits:
+            if not _has_forward(module):
+                raise PlanError(
+                    f"{who}: {path} (named by {pattern!r}) cannot be a block, because a {type(module).__name__} is never called; "
+                    f"its modules are. Name those, for example {f'{pattern}.*'!r}."
+                )
             if id(module) not in inside:
                 blocks.append(BlockRef(path, module))
                 inside.update(map(id, module.modules()))

@@ -33,25 +33,27 @@ class RuledRegion:
     """The checkpoint function of one block under rules; also its policy."""
 
     def __init__(self, block: str, rules: RuleSet, paths: Paths | None) -> None:
-        self._block = block
+        self.block = block
         self._rules = rules
         self._paths = paths  # None: all modules of the block get the same answers
         self._answers: dict[tuple[str, Any], tuple[CheckpointPolicy, tuple[str, str]]] = {}
         self._swaps_inputs = rules.fate_of(block, INPUT) is RuleFate.SWAP
         self.seen: Counter[tuple[str, str]] = Counter()
+        self.was_called = False
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the block as a region."""
+        self.was_called = True
         if torch.is_grad_enabled():
-            self.seen[self._block, INPUT] += 1
+            self.seen[self.block, INPUT] += 1
         return checkpoint(function, *args, policy_fn=self.policy, swap_inputs=self._swaps_inputs, **kwargs)
 
     def policy(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """What becomes of this op, here."""
-        path = self._block
+        path = self.block
         if self._paths is not None:
             stack = self._paths.stack
-            path = stack[-1] if stack else self._block
+            path = stack[-1] if stack else self.block
         answer = self._answers.get((path, op))
         if answer is None:
             name = op_name(op)
@@ -82,14 +84,27 @@ class RulesHandle(Handle):
     def forward_ended(self) -> None:
         """Refuse, and take off, rules of which one matched nothing."""
         seen = self._seen()
-        if not seen:
+        if not seen and (any(region.was_called for region in self._regions) or not torch.is_grad_enabled()):
             return  # without gradients no region asked
         self._end_check()
         try:
-            self._rules.check_matched(seen)
+            if not seen:
+                raise PlanError(self._no_block_was_called())
+            if not self._rules.may_match_nothing:
+                self._rules.check_matched(seen)
         except PlanError as error:
             self.remove()
             raise PlanError(f"{error} The rules were taken off the model.") from None
+
+    def _no_block_was_called(self) -> str:
+        names = [region.block for region in self._regions]
+        inside = ".".join([*names[0].split(".")[:-1], "*", "*"])
+        patterns = ", ".join(repr(rule.pattern) for rule in self._rules.rules)
+        return (
+            f"apply_rules: no rule matched anything ({patterns}), because this forward called "
+            f"none of the model's {len(names)} blocks: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}. "
+            f"Name the modules that it does call, for example those inside: blocks={inside!r}."
+        )
 
     def _end_check(self) -> None:
         if self._check is not None:
@@ -168,7 +183,7 @@ def apply_rules(
         replacements.restore()
         raise
     handle = RulesHandle(replacements, rules, regions, paths)
-    if step is None and not rules.may_match_nothing:
+    if step is None or rules.may_match_nothing:
         handle.check_at_first_forward(model)
     return handle
 
