@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+
 import numpy as np
 import pytest
 
 from hyper_parallel.core.activation_checkpoint import CheckpointPolicy
+from hyper_parallel.core.activation_checkpoint.call_keywords import CHECKPOINT_SETTINGS
 
 from .marks import covers
 from .models import models_for
@@ -17,6 +20,11 @@ PRODUCTS = {"torch": "addmm", "mindspore": "Dense"}  # what a linear layer is ca
 @pytest.fixture
 def model(adapter):
     return models_for(adapter).small()
+
+
+def activation_room(adapter):
+    """The framework's own activation package."""
+    return importlib.import_module(f"hyper_parallel.platform.{adapter.name}.activation_checkpoint")
 
 
 def gradients(adapter, run):
@@ -66,8 +74,46 @@ def test_a_wrapper_calls_the_function_it_was_given(platform, adapter, model):
     wrapped = platform.ckpt_wrapper(model, checkpoint_fn, flag="mine")
     np.testing.assert_array_equal(gradients(adapter, wrapped), gradients(adapter, model))
     assert seen == ["mine", "mine"]
-    with pytest.raises(TypeError, match=r"the call gives flag, which the wrapper was made with already"):
-        wrapped(adapter.tensor(BATCH), flag="again")
+
+
+@pytest.mark.parametrize("name", [*sorted(CHECKPOINT_SETTINGS), "args", "kwargs", "module", "checkpoint_fn", "flag"])
+@covers("ckpt_wrapper", "swap_wrapper")
+def test_every_keyword_of_a_wrappers_call_is_the_modules(platform, adapter, name):
+    """Also one that the function below would read as its own setting (``flag``: one that a user's function takes)."""
+
+    def module(x, **keywords):
+        assert list(keywords) == [name]
+        return x * x * keywords[name]
+
+    def checkpoint_fn(function, *args, flag, **kwargs):
+        assert flag == "the function's"
+        return platform.checkpoint(function, *args, **kwargs)
+
+    room = activation_room(adapter)
+    wrappers = {
+        "ours": room.checkpoint_wrapper(module),
+        "inputs": room.checkpoint_wrapper(module, swap_inputs=True),
+        "policy": room.checkpoint_wrapper(module, policy_fn=["mm"], use_reentrant=False),
+        "both": room.checkpoint_wrapper(room.swap_wrapper(module)),
+        "framework's": platform.ckpt_wrapper(module),
+        "user's": platform.ckpt_wrapper(module, checkpoint_fn, flag="the function's"),
+        "swap": platform.swap_wrapper(module),
+    }
+    plain = adapter.value_and_gradients(lambda x, factor: module(x, **{name: factor}).sum(), BATCH, BATCH + 2)
+    for kind, wrapped in wrappers.items():
+        found = adapter.value_and_gradients(
+            lambda x, factor, wrapped=wrapped: wrapped(x, **{name: factor}).sum(), BATCH, BATCH + 2
+        )
+        np.testing.assert_array_equal(found[0], plain[0], err_msg=kind)
+        np.testing.assert_array_equal(found[1], plain[1], err_msg=kind)
+
+
+@covers("ckpt_wrapper")
+def test_a_call_overrides_a_keyword_that_the_wrapper_was_made_with(adapter):
+    wrapped = activation_room(adapter).checkpoint_wrapper(lambda x, scale: x * scale, scale=2.0)
+    x = adapter.tensor(BATCH)
+    np.testing.assert_array_equal(adapter.numpy(wrapped(x)), BATCH * 2)
+    np.testing.assert_array_equal(adapter.numpy(wrapped(x, scale=3.0)), BATCH * 3)
 
 
 @covers("async_save_on_cpu")

@@ -22,6 +22,12 @@ import torch
 from torch import nn
 
 from hyper_parallel.config import SwapConfig
+from hyper_parallel.core.activation_checkpoint.call_keywords import (
+    CHECKPOINT_SETTINGS,
+    SWAP_SETTINGS,
+    keep_apart,
+    parameter_names,
+)
 from hyper_parallel.platform.torch import compat
 from hyper_parallel.platform.torch.activation_checkpoint.checkpointing import checkpoint, swap
 from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import TensorPolicy
@@ -215,19 +221,15 @@ class CheckpointWrapper(ActivationWrapper):
         **keywords: Any,
     ) -> None:
         super().__init__(module)
-        self._settings = (checkpoint if checkpoint_fn is None else checkpoint_fn, keywords)
+        function = checkpoint if checkpoint_fn is None else checkpoint_fn
+        taken = CHECKPOINT_SETTINGS | parameter_names(function) | keywords.keys()
+        self._settings = (function, keywords, taken)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module under the checkpoint function."""
-        checkpoint_fn, keywords = self._settings
-        clash = keywords.keys() & kwargs.keys()
-        if clash:
-            raise TypeError(
-                f"CheckpointWrapper({type(self.wrapped_module).__name__}): the call gives {', '.join(sorted(clash))}, "
-                "which the wrapper was made with already; the module's own keyword of that name cannot pass. Wrap a "
-                "function that renames it."
-            )
-        return checkpoint_fn(self._wrapped, *args, **keywords, **kwargs)
+        checkpoint_fn, keywords, taken = self._settings
+        region, kwargs = keep_apart(self._wrapped, kwargs, taken)
+        return checkpoint_fn(region, *args, **keywords, **kwargs)
 
 
 class SwapWrapper(ActivationWrapper):
@@ -248,7 +250,8 @@ class SwapWrapper(ActivationWrapper):
         policy_fn, swap_config = self._settings
         if not torch.is_grad_enabled():
             return self._wrapped(*args, **kwargs)
-        return swap(self._wrapped, *args, policy_fn=policy_fn, swap_config=swap_config, **kwargs)
+        region, kwargs = keep_apart(self._wrapped, kwargs, SWAP_SETTINGS)
+        return swap(region, *args, policy_fn=policy_fn, swap_config=swap_config, **kwargs)
 
 
 def checkpoint_wrapper(module: nn.Module | Callable[..., Any], **keywords: Any) -> CheckpointWrapper:
