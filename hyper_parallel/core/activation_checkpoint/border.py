@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
@@ -180,6 +180,12 @@ class TensorBorder(Protocol):
 
     def watch_layers(self, layers: Iterable[Any]) -> list[Any]:
         """Call ``SwapManager.enter_layer`` and ``leave_layer`` around the layers' forwards; removable handles."""
+
+    def before_backward(self, outputs: Any, callback: Callable[[], None]) -> None:
+        """Call ``callback`` when a backward reaches the first tensor in ``outputs``, which stay as they are.
+
+        It may be called again, for another tensor of theirs or for another backward.
+        """
 
 
 def room() -> Any:  # the module hyper_parallel.platform.<framework>.activation_checkpoint

@@ -14,12 +14,13 @@ import contextvars
 import threading
 import warnings
 import weakref
-from collections.abc import Container, Iterable, Iterator, MutableMapping, MutableSet
+from collections import defaultdict
+from collections.abc import Container, Iterator, MutableMapping, MutableSet
 from typing import Any, ClassVar, Final, cast
 
 from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.border import DeviceBackend, Stream, Tensor, TensorBorder, border
-from hyper_parallel.core.activation_checkpoint.chain import Chain
+from hyper_parallel.core.activation_checkpoint.chain import Chain, DeclaredLayers
 from hyper_parallel.core.activation_checkpoint.engine import BackwardTask, Engine
 from hyper_parallel.core.activation_checkpoint.engines import Engines
 from hyper_parallel.core.activation_checkpoint.marks import Marks
@@ -82,6 +83,17 @@ class SwapTensor:
         self.is_slice_tensor = tensors.is_slice(val)
         self._view = tensors.view_of(val)
         self._record = engine.admit(tensors.flat_bytes(val), self.storage_size, position=Position(0), stays=True)
+
+    def __repr__(self) -> str:
+        if self._state == STATE_NON_TENSOR:
+            return f"SwapTensor({self.funcname!r}, state={self._state!r})"
+        owner = self if self._shares_with is None else self._shares_with
+        has_device_bytes = owner._record is not None and owner._record.device_bytes is not None
+        return (
+            f"SwapTensor({self.funcname!r}, state={self._state!r}, storage_size={self.storage_size}, "
+            f"is_shared={self._shares_with is not None}, moves={not self._does_not_move}, "
+            f"has_device_bytes={has_device_bytes})"
+        )
 
     @property
     def state(self) -> str:
@@ -213,20 +225,22 @@ class Storage:
     """The values that one region saved and swapped, by op."""
 
     def __init__(self) -> None:
-        self.save_storage: dict[Any, list[Any]] = {}
-        self.swap_storage: dict[Any, list[Any]] = {}
+        self.save_storage: defaultdict[Any, list[Any]] = defaultdict(list)
+        self.swap_storage: defaultdict[Any, list[Any]] = defaultdict(list)
 
-    def iter_swap_tensors(self) -> Iterator[SwapTensor]:
+    def iter_swap_tensors(self) -> list[SwapTensor]:
         """Every swap tensor, however deep it lies in what an op returned."""
+        found: list[SwapTensor] = []
         stack: list[Any] = list(reversed(list(self.swap_storage.values())))
         while stack:
             item = stack.pop()
             if isinstance(item, SwapTensor):
-                yield item
+                found.append(item)
             elif isinstance(item, dict):
                 stack.extend(reversed(list(item.values())))
             elif isinstance(item, list | tuple | set | frozenset):
                 stack.extend(reversed(list(item)))
+        return found
 
     def mark_duplicate_swaps(self, seen_keys: SeenKeys) -> int:
         """Mark what is in ``seen_keys`` already, add the rest to it; how many were marked."""
@@ -291,6 +305,8 @@ class SwapGroup:
         self.before: SwapGroup | None = None
         self.records: weakref.WeakSet[Record] = weakref.WeakSet()
         self._storages: list[Storage] = []
+        self._new: list[Storage] = []
+        self._of_last_call: list[weakref.ref[Storage]] = []
         self._seen: dict[object, SwapTensor] = {}
         self._has_launched_offload = False
         self._has_launched_load = False
@@ -298,6 +314,12 @@ class SwapGroup:
     def add(self, storage: Storage) -> None:
         """Add a storage; bytes that the group holds already are moved once."""
         self._storages.append(storage)
+        self._new.append(storage)
+        self._mark_duplicates(storage)
+
+    def _mark_duplicates(self, storage: Storage) -> None:
+        # The key of a tensor that has left may name other bytes by now.
+        self._seen = {key: tensor for key, tensor in self._seen.items() if tensor.val is not None}
         storage.mark_duplicate_swaps(self._seen)
 
     def protect_output_tensors(self, outputs: Any) -> None:
@@ -314,7 +336,7 @@ class SwapGroup:
         """Queue every copy out that was not queued yet."""
         self._has_launched_offload = True
         for storage in self._storages:
-            storage.mark_duplicate_swaps(self._seen)
+            self._mark_duplicates(storage)
             storage.launch_offload(copy_stream)
         for record in sorted(self.records, key=lambda record: record.position.sequence):
             if not record.is_protected:
@@ -351,14 +373,65 @@ class SwapGroup:
     def release(self) -> None:
         """Forget the storages; the engine's records belong to their graphs."""
         self._storages = []
+        self._new = []
         self._seen = {}
         self._has_launched_offload = self._has_launched_load = False
+
+    # What a declared chain does; the engine's records find their own way back.
+
+    def end_call(self, outputs: Any) -> list[weakref.ref[Storage]]:
+        """The layer's forward is over: its values leave, unless it is the last. The storages of this call."""
+        self._of_last_call = [weakref.ref(storage) for storage in self._new]
+        self._new = []
+        self.protect_output_tensors(outputs)
+        if not self.is_last_group:
+            self.launch_offload()
+        return self._of_last_call
+
+    def end_replay(self) -> None:
+        """A replay of the layer is over: what it added is used at once and does not leave."""
+        self._forget(self._new)
+        self._new = []
+
+    def finish_last_call(self) -> list[weakref.ref[Storage]]:
+        """The next layer's forward is over: what the last call queued is gone. The storages of that call."""
+        for storage in _alive(self._of_last_call):
+            storage.wait_offload()
+        for record in list(self.records):
+            record.engine.finish_offload(record)
+        return self._of_last_call
+
+    def bring_back(self, of_call: list[weakref.ref[Storage]]) -> None:
+        """The backward of one call begins: its storages are there from now on, and the group forgets them."""
+        storages = _alive(of_call)
+        try:
+            for storage in storages:
+                _launch_load(storage)
+                storage.wait_load()
+        finally:
+            self._forget(storages)
+
+    def _forget(self, storages: list[Storage]) -> None:
+        gone = {id(storage) for storage in storages}
+        self._storages = [storage for storage in self._storages if id(storage) not in gone]
+        left = {id(tensor) for storage in self._storages for tensor in storage.iter_swap_tensors()}
+        self._seen = {key: tensor for key, tensor in self._seen.items() if id(tensor) in left}
 
     def _require(self, is_launched: bool, call: str, before: str) -> None:
         if not is_launched:
             raise SwapStateError(
                 f"SwapGroup {self.group_name!r}: {call}() was called before {before}(); launch first, then wait"
             )
+
+
+def _alive(of_call: list[weakref.ref[Storage]]) -> list[Storage]:
+    return [storage for storage in (reference() for reference in of_call) if storage is not None]
+
+
+def _launch_load(storage: Storage) -> None:
+    storage.wait_offload()  # in case the next layer never ran
+    storage.resize_device_storage()
+    storage.launch_load()
 
 
 class SwapManager:
@@ -391,11 +464,9 @@ class SwapManager:
         self.counters = Counters()
         self._engines = Engines(self.counters)
         self._groups: dict[str, SwapGroup] = {}
-        self._group_of_layer: weakref.WeakKeyDictionary[Any, SwapGroup] = weakref.WeakKeyDictionary()
+        self._declared = DeclaredLayers(self._groups, self._group_or_new)
         self.marks = Marks()
         self.first_step = FirstStep()
-        self._chains: dict[tuple[int, int], Chain] = {}
-        self._layers_named = 0
 
     # ------------------------------------------------------------------ engines
 
@@ -447,8 +518,7 @@ class SwapManager:
     def reset(self) -> None:
         """Back to the first moment: counters, groups, chains, engines, far memory. Records of living graphs keep theirs."""
         with self._lock:
-            for chain in list(self._chains.values()):
-                chain.remove()
+            self._declared.clear()
             for far in self._engines.far_memories():
                 far.close()
             simulated = {key: backend for key, backend in self.backends.items() if key[0].endswith("simulated")}
@@ -538,47 +608,11 @@ class SwapManager:
 
     def set_forward_prefetch_layer(self, first_layer: Any, second_layer: Any) -> Chain:
         """Declare that ``second_layer`` runs after ``first_layer``. A hint, idempotent, harmless when execution differs."""
-        key = (id(first_layer), id(second_layer))
-        with self._lock:
-            known = self._chains.get(key)
-            if known is not None:
-                return known
-            first, second = self._layer_group(first_layer), self._layer_group(second_layer)
-            second.before = first
-            self._find_ends()
-            handles = border().watch_layers((first_layer, second_layer))
-            chain = self._chains[key] = Chain(lambda: self._unchain(key, first, second, handles))
-            for layer in (first_layer, second_layer):
-                weakref.finalize(layer, self._chains.pop, key, None)
-            return chain
-
-    def _layer_group(self, layer: Any) -> SwapGroup:
-        group = self._group_of_layer.get(layer)
-        if group is None:
-            self._layers_named += 1
-            group = self._group_of_layer[layer] = self._group_or_new(f"{type(layer).__name__}#{self._layers_named}")
-            weakref.finalize(layer, self._groups.pop, group.group_name, None)
-        return group
-
-    def _find_ends(self) -> None:
-        """The last group of a chain is one that follows another and that none follows."""
-        groups = list(self._groups.values())
-        followed = {id(group.before) for group in groups}
-        for group in groups:
-            group.is_last_group = group.before is not None and id(group) not in followed
-
-    def _unchain(self, key: tuple[int, int], first: SwapGroup, second: SwapGroup, handles: Iterable[Any]) -> None:
-        with self._lock:
-            self._chains.pop(key, None)
-            if second.before is first:
-                second.before = None
-            self._find_ends()
-            for handle in handles:
-                handle.remove()
+        return self._declared.declare(first_layer, second_layer, border().watch_layers)
 
     def enter_layer(self, layer: Any) -> bool:
         """A declared layer's forward begins: what it packs joins its group. False for a layer nobody declared."""
-        group = self._group_of_layer.get(layer)
+        group = self._declared.group_of(layer)
         if group is None:
             return False
         self._group_stack.set((*self._group_stack.get(), group.group_name))
@@ -586,17 +620,25 @@ class SwapManager:
 
     def leave_layer(self, layer: Any, outputs: Any, *, is_replay: bool) -> None:
         """Its forward is over: its values leave, unless it is the last; those of the layer before are gone by now."""
-        group = self._group_of_layer.get(layer)
+        group = self._declared.group_of(layer)
         if group is None:
             return
         stack = self._group_stack.get()
         if group.group_name in stack:
             self._group_stack.set(stack[: len(stack) - 1 - stack[::-1].index(group.group_name)])
         if is_replay:
+            group.end_replay()
             return
-        group.protect_output_tensors(outputs)
-        if not group.is_last_group:
-            group.launch_offload()
-        if group.before is not None:
-            for record in list(group.before.records):
-                record.engine.finish_offload(record)
+        mine = group.end_call(outputs)
+        theirs = [] if group.before is None else group.before.finish_last_call()
+        if mine or theirs:
+            known = weakref.ref(group)  # the hook lives on tensors that the group's storages may hold
+
+            def backward_begins() -> None:
+                group = known()
+                if group is not None:
+                    group.bring_back(mine)
+                for storage in _alive(theirs):
+                    _launch_load(storage)
+
+            border().before_backward(outputs, backward_begins)

@@ -12,9 +12,11 @@ from typing import Any, Final
 import mindspore.mint.distributed as dist
 from mindspore._c_expression import typing as _typing
 from mindspore.common._grad_function import _Function
+from mindspore.common.parameter import _Buffer
 from mindspore.communication.management import GlobalComm
 
 __all__ = [
+    "Buffer",
     "Function",
     "GlobalComm",
     "Number",
@@ -39,6 +41,7 @@ __all__ = [
     "world_name",
 ]
 
+Buffer: Final = _Buffer
 Function: Final[Any] = _Function
 """The base of autograd Functions in PyNative mode."""
 

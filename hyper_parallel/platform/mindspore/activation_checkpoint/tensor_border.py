@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import mindspore
@@ -71,6 +71,15 @@ class MindSporeTensorBorder:
                 handles.append(layer.register_forward_pre_hook(_before_forward))
                 handles.append(layer.register_forward_hook(_after_forward, always_call=True))
         return handles
+
+    def before_backward(self, outputs: Any, callback: Callable[[], None]) -> None:
+        """See the border."""
+
+        def gradient_arrives(gradient: Any) -> None:
+            callback()
+
+        for tensor in self.plain_tensors(outputs):
+            tensor.register_hook(gradient_arrives)
 
 
 def _before_forward(layer: Any, args: Any) -> None:

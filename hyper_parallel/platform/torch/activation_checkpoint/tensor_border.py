@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -72,6 +72,12 @@ class TorchTensorBorder:
                 handles.append(layer.register_forward_pre_hook(_before_forward))
                 handles.append(layer.register_forward_hook(_after_forward, always_call=True))
         return handles
+
+    def before_backward(self, outputs: Any, callback: Callable[[], None]) -> None:
+        """See the border."""
+        tensors = [tensor for tensor in self.plain_tensors(outputs) if tensor.requires_grad]
+        if tensors:
+            torch.autograd.graph.register_multi_grad_hook(tensors, lambda _: callback(), mode="any")
 
 
 def _before_forward(layer: torch.nn.Module, args: Any) -> None:

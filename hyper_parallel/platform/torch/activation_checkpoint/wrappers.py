@@ -3,7 +3,8 @@
 A wrapper takes a module's place in the tree. It *shares* the module's own dictionaries of parameters, buffers, children
 and hooks of the state dict, and keeps the module itself outside of them. So names, ``state_dict``, ``.to()``, loading,
 ``deepcopy`` and pickling are those of the wrapped module, without a prefix that would have to be stripped somewhere.
-Attributes that the wrapper does not own are read from, and written to, the wrapped module.
+Attributes that the wrapper does not own are read from, and written to, the wrapped module; which ones a subclass owns
+says "the rule" in ``core/activation_checkpoint/own_attributes.py``.
 
 Note: the class
     Libraries find layers by ``isinstance`` (transformers records hidden states that way, others choose what to shard). So
@@ -28,9 +29,11 @@ from hyper_parallel.core.activation_checkpoint.call_keywords import (
     keep_apart,
     parameter_names,
 )
+from hyper_parallel.core.activation_checkpoint.own_attributes import Joined, JoinedSet, OwnAttributes
 from hyper_parallel.platform.torch import compat
 from hyper_parallel.platform.torch.activation_checkpoint.checkpointing import checkpoint, swap
 from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import TensorPolicy
+from hyper_parallel.platform.torch.activation_checkpoint.tracing import is_exporting, node_of_trace, refuse_script
 
 __all__ = ["ActivationWrapper", "CheckpointWrapper", "FuncModule", "SwapWrapper", "checkpoint_wrapper", "swap_wrapper"]
 
@@ -55,16 +58,30 @@ class FuncModule(nn.Module):
             raise TypeError(f"FuncModule: expected a callable, got {fn!r}")
         self.fn = fn
 
+    @property
+    def _fn(self) -> Callable[..., Any]:
+        """The callable, under its older name."""
+        return self.fn
+
+    @_fn.setter
+    def _fn(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call it."""
         return self.fn(*args, **kwargs)
 
 
-class ActivationWrapper(nn.Module, abc.ABC):
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+
+
+class ActivationWrapper(OwnAttributes, nn.Module):
     """The base of our wrappers: everything but ``forward``."""
 
     _wrapped: nn.Module
-    _OWN = frozenset({"_wrapped", "_settings", "_compiled_call_impl", "forward"})
+    _own: nn.Module | None  # what a subclass registers on itself; None on classes of ours
+    _own_keys: dict[str, str]
+    _OWN = frozenset({"_wrapped", "_compiled_call_impl", "forward"})
 
     def __init__(self, module: nn.Module | Callable[..., Any]) -> None:
         super().__init__()
@@ -73,17 +90,36 @@ class ActivationWrapper(nn.Module, abc.ABC):
                 raise TypeError(f"{type(self).__name__}: expected a module or a callable, got {module!r}")
             module = FuncModule(module)
         self.__dict__["_wrapped"] = module
+        self.__dict__["_own"] = None if type(self)._is_plain else nn.Module()
+        self.__dict__["_own_keys"] = {}
         self.__dict__.pop("training", None)
         self._share()
         compat.share_composable_state(module, self)
 
     def _share(self) -> None:
         for name in _SHARED:
-            self.__dict__[name] = self._wrapped.__dict__[name]
+            theirs = self._wrapped.__dict__[name]
+            if self._own is None:
+                self.__dict__[name] = theirs
+            elif isinstance(theirs, set):
+                self.__dict__[name] = JoinedSet(theirs, self._own.__dict__[name])
+            else:
+                self.__dict__[name] = Joined(theirs, self._own.__dict__[name], new_is_own=name not in _REGISTRIES)
 
     @abc.abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module in the wrapper's own way."""
+
+    @property
+    def _ckpt_wrapped_module(self) -> nn.Module:
+        """The module that this wrapper stands before, under its older name."""
+        wrapped: nn.Module = self.__dict__["_wrapped"]
+        return wrapped
+
+    @_ckpt_wrapped_module.setter
+    def _ckpt_wrapped_module(self, module: nn.Module) -> None:
+        self.__dict__["_wrapped"] = module
+        self._share()
 
     @property
     def wrapped_module(self) -> nn.Module:
@@ -121,28 +157,84 @@ class ActivationWrapper(nn.Module, abc.ABC):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _reborn, (type(self),), self.__getstate__()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in _SHARED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._share()
+
     # What the wrapper does not own is the wrapped module's.
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("_wrapped", "__deepcopy__"):
+        if name in ("_wrapped", "_own", "_own_keys", "__deepcopy__"):
             # not born yet (unpickling asks before there is anything); a copy is a copy of the wrapper
             raise AttributeError(name)
+        if self._own_keys and self._name_of(name) in self._own_keys:
+            return getattr(self._own, self._own_keys[self._name_of(name)])
         return getattr(self._wrapped, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._OWN or name == "__class__" or name.startswith("_fsdp") or name in self.__dict__:
+        if "_wrapped" not in self.__dict__:
+            super().__setattr__(name, value)
+            return
+        name = self._name_of(name)
+        if name in self._OWN or name == "__class__" or name.startswith("_fsdp") or self._has_setter(name):
             object.__setattr__(self, name, value)
-        else:
+        elif not self._owns(name):
             setattr(self._wrapped, name, value)
+        elif self._own is not None and (
+            isinstance(value, nn.Parameter | nn.Module | nn.Buffer) or self._is_registered(name)
+        ):
+            self.__dict__.pop(name, None)
+            setattr(self._own, self._key_for(name, self._is_taken), value)
+        else:
+            object.__setattr__(self, name, value)
 
     def __delattr__(self, name: str) -> None:
+        name = self._name_of(name)
         if name in self.__dict__:
             object.__delattr__(self, name)
+        elif name in self._own_keys:
+            delattr(self._own, self._own_keys.pop(name))
         else:
             delattr(self._wrapped, name)
 
+    def _is_taken(self, key: str) -> bool:
+        return any(key in self._wrapped.__dict__[registry] for registry in _REGISTRIES)
+
+    def _is_registered(self, name: str) -> bool:
+        key = self._own_keys.get(name)
+        return key is not None and any(key in vars(self._own)[registry] for registry in _REGISTRIES)
+
+    def _place_of(self, name: str) -> tuple[nn.Module, str]:
+        """The module in which ``name`` is registered, and under which key."""
+        name = self._name_of(name)
+        if self._own is None or not self._owns(name):
+            return self._wrapped, name
+        return self._own, self._key_for(name, self._is_taken)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register it with the wrapper or the wrapped module, as the rule says."""
+        module, key = self._place_of(name)
+        module.register_parameter(key, param)
+
+    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        """Register it with the wrapper or the wrapped module, as the rule says."""
+        module, key = self._place_of(name)
+        module.register_buffer(key, tensor, persistent)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Register it with the wrapper or the wrapped module, as the rule says."""
+        parent, key = self._place_of(name)
+        parent.add_module(key, module)
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        refuse_script(self)
+        return self
+
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self._wrapped)})
+        return sorted({*super().__dir__(), *self._own_keys, *dir(self._wrapped)})
 
     def __getitem__(self, key: Any) -> Any:
         return self._wrapped[key]  # type: ignore[index]
@@ -170,10 +262,14 @@ class ActivationWrapper(nn.Module, abc.ABC):
     def train(self, mode: bool = True) -> ActivationWrapper:
         """Set the mode of the wrapped module."""
         self._wrapped.train(mode)
+        if self._own is not None:
+            self._own.train(mode)
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> ActivationWrapper:
         self._wrapped._apply(fn, recurse)
+        if self._own is not None:
+            self._own._apply(fn, recurse)
         self._share()
         return self
 
@@ -191,19 +287,37 @@ class ActivationWrapper(nn.Module, abc.ABC):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         self._wrapped._save_to_state_dict(destination, prefix, keep_vars)
+        if self._own is not None:
+            self._own._save_to_state_dict(destination, prefix, keep_vars)
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self._wrapped._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        unknown_here: list[str] = []
+        unknown_there: list[str] = []
+        if self._own is not None:
+            self._own._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing_keys, unknown_here, error_msgs
+            )
+        self._wrapped._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unknown_there, error_msgs
+        )
+        unexpected_keys.extend(key for key in unknown_there if self._own is None or key in unknown_here)
 
     def _replicate_for_data_parallel(self) -> Any:
         replica = super()._replicate_for_data_parallel()
         replica.__dict__["_wrapped"] = self._wrapped._replicate_for_data_parallel()
+        if self._own is not None:
+            replica.__dict__["_own"] = self._own._replicate_for_data_parallel()
         replica._share()
         return replica
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._share()
 
 
 def _reborn(kind: type[ActivationWrapper]) -> ActivationWrapper:
@@ -211,7 +325,7 @@ def _reborn(kind: type[ActivationWrapper]) -> ActivationWrapper:
     return kind.__new__(kind)
 
 
-class CheckpointWrapper(ActivationWrapper):
+class CheckpointWrapper(ActivationWrapper, is_plain=True):
     """Every call goes through a checkpoint function, ours unless another is given."""
 
     def __init__(
@@ -227,12 +341,17 @@ class CheckpointWrapper(ActivationWrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module under the checkpoint function."""
+        node = node_of_trace(self, args, kwargs)
+        if node is not None:
+            return node
+        if is_exporting():
+            return self._wrapped(*args, **kwargs)
         checkpoint_fn, keywords, taken = self._settings
         region, kwargs = keep_apart(self._wrapped, kwargs, taken)
         return checkpoint_fn(region, *args, **keywords, **kwargs)
 
 
-class SwapWrapper(ActivationWrapper):
+class SwapWrapper(ActivationWrapper, is_plain=True):
     """What the wrapped module saves for backward goes to far memory and comes back in time."""
 
     def __init__(
@@ -245,10 +364,23 @@ class SwapWrapper(ActivationWrapper):
         super().__init__(mod)
         self._settings = (policy_fn, swap_config)
 
+    @property
+    def policy_fn(self) -> TensorPolicy | None:
+        """The tensor policy; a new one holds from the next call on."""
+        policy: TensorPolicy | None = self._settings[0]
+        return policy
+
+    @policy_fn.setter
+    def policy_fn(self, policy_fn: TensorPolicy | None) -> None:
+        self._settings = (policy_fn, self._settings[1])
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module under the swap hooks."""
+        node = node_of_trace(self, args, kwargs)
+        if node is not None:
+            return node
         policy_fn, swap_config = self._settings
-        if not torch.is_grad_enabled():
+        if is_exporting() or not torch.is_grad_enabled():
             return self._wrapped(*args, **kwargs)
         region, kwargs = keep_apart(self._wrapped, kwargs, SWAP_SETTINGS)
         return swap(region, *args, policy_fn=policy_fn, swap_config=swap_config, **kwargs)
