@@ -1,4 +1,4 @@
-"""What moved, or may move, between the torch releases we support (2.8 to 2.13). Tiny functions, no policy.
+"""What moved, or may move, between the torch releases we support (``TESTED_TORCH``). Tiny functions, no policy.
 
 Whatever reaches below torch's public interface is here and nowhere else, so that a new release is one file's work.
 """
