@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 RUN := HYPER_PARALLEL_PLATFORM=torch $(BIN)/python
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help install demo test test-long test-gpu test-mindspore check docs format clean
+.PHONY: help install demo test test-long test-gpu test-mindspore test-machines test-versions check docs format clean
 
 help:
 	@echo "make demo       train a small language model four ways under a memory budget, and write a report"
@@ -13,6 +13,8 @@ help:
 	@echo "make test-long  what would push 'make test' past 45 minutes"
 	@echo "make test-mindspore  the tests on MindSpore alone, in an environment of their own"
 	@echo "make test-gpu   the GPU suite; needs a CUDA device"
+	@echo "make test-machines  the suites that judge numbers, with other kernels and threads"
+	@echo "make test-versions  the engine's suites on every tested torch release; downloads gigabytes"
 	@echo "make check      format, lint, types, import rules, docs without warnings, unit tests"
 	@echo "make docs       the documentation, into site/index.html"
 
@@ -30,9 +32,12 @@ demo: install
 	$(RUN) -m hyper_parallel.cli demo -o build/demo
 
 # One thread per op: the tests' tensors are tiny, and a second thread would only spin.
+# A failure on torch does not keep MindSpore's tests from running; the target fails at the end.
 test: install .venv-mindspore/.installed
-	OMP_NUM_THREADS=1 $(RUN) -m pytest tests -q -n 2 --dist loadfile --ignore=tests/gpu --ignore=tests/on_mindspore -m "not long"
-	$(MAKE) --no-print-directory test-mindspore
+	@failed=0; \
+	OMP_NUM_THREADS=1 $(RUN) -m pytest tests -q -n 2 --dist loadfile --ignore=tests/gpu --ignore=tests/on_mindspore -m "not long" || failed=1; \
+	$(MAKE) --no-print-directory test-mindspore || failed=1; \
+	if [ $$failed = 1 ]; then echo "make test: a part failed (see above)" >&2; fi; exit $$failed
 
 test-long: install
 	$(RUN) -m pytest tests -q -m long --ignore=tests/gpu --ignore=tests/on_mindspore
@@ -56,8 +61,18 @@ MS_PIP := $(MS) -m pip --disable-pip-version-check install --quiet
 
 # Two processes: the contract suite starts worlds of its own, and its checks must not share ports and time with others.
 test-mindspore: .venv-mindspore/.installed
-	OMP_NUM_THREADS=1 HYPER_PARALLEL_PLATFORM=mindspore $(MS) -m pytest tests/on_mindspore -q -n 2
-	OMP_NUM_THREADS=1 HYPER_PARALLEL_PLATFORM=mindspore $(MS) -m pytest tests/contract -q --platform mindspore
+	@failed=0; \
+	OMP_NUM_THREADS=1 HYPER_PARALLEL_PLATFORM=mindspore $(MS) -m pytest tests/on_mindspore -q -n 2 || failed=1; \
+	OMP_NUM_THREADS=1 HYPER_PARALLEL_PLATFORM=mindspore $(MS) -m pytest tests/contract -q --platform mindspore || failed=1; \
+	exit $$failed
+
+# The suites that judge numbers, under eight choices of kernels and threads: no verdict may depend on the processor.
+test-machines: install
+	PYTHON=$(BIN)/python scripts/test_machines.sh
+
+# The engine's suites on the other torch releases of the list in hyper_parallel/_version.py; some gigabytes each, so not in 'make test'.
+test-versions:
+	PYTHON=$(PYTHON) scripts/test_versions.sh
 
 check: install
 	$(BIN)/ruff format --check .
@@ -75,4 +90,4 @@ format: install
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .venv-mindspore build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-mindspore .venv-torch-* build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -17,7 +17,7 @@ import platform
 import tempfile
 from typing import TYPE_CHECKING, Any
 
-from hyper_parallel._version import __version__
+from hyper_parallel._version import TESTED_TORCH, __version__
 from hyper_parallel.cli.console import Console
 from hyper_parallel.config import SwapConfig, show_bytes
 from hyper_parallel.core.activation_checkpoint.far.process_memory import (
@@ -60,7 +60,7 @@ class Finding:
     """One thing that works here, or does not."""
 
     what: str
-    works: str  # "yes", "no", "slowly"
+    works: str  # "yes", "no", "slowly", "untested"
     because: str
 
 
@@ -188,7 +188,27 @@ def findings(machine: Machine) -> list[Finding]:
             else "there is no device memory to plan; --simulate plans on the simulated accelerator",
         ),
     ]
-    return [*found, *_of_settings(machine)]
+    return [*_of_torch_release(machine), *found, *_of_settings(machine)]
+
+
+def _of_torch_release(machine: Machine) -> list[Finding]:
+    """A word only where the release is none of those we test on."""
+    version = machine.packages.get("torch", "")
+    release = ".".join(version.split(".")[:2])
+    if not version or release in TESTED_TORCH:
+        return []
+    is_older = _numbers(release) < _numbers(TESTED_TORCH[0])
+    tested = ", ".join(TESTED_TORCH)
+    because = f"torch {version} is none of the releases we test on ({tested}); " + (
+        f"{TESTED_TORCH[0]} is the oldest whose interfaces we use: pip install 'torch>={TESTED_TORCH[0]}'"
+        if is_older
+        else "what is below may still hold: compare one step with and without us"
+    )
+    return [Finding(what="this torch release", works="no" if is_older else "untested", because=because)]
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in release.split(".") if part.isdigit())
 
 
 def _of_disk(machine: Machine, *, has_device: bool) -> Finding:

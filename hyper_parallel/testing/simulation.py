@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hyper_parallel.core.activation_checkpoint.record import Record
 from hyper_parallel.testing.streams import Judge, SimulationError, Timeline
 
@@ -14,8 +16,10 @@ class Simulation:
     def __init__(self, timing: str, seed: int) -> None:
         self.timeline = Timeline(timing, seed)
         self.judge = Judge()
-        self.live_bytes = 0
-        self.peak_bytes = 0
+        self.count_freed_bytes: Callable[[], None] = _nothing
+        """Called before bytes are read; for a framework that does not tell at once that device bytes went."""
+        self._live_bytes = 0
+        self._peak_bytes = 0
         self.swapped_bytes = 0
         self.events: list[tuple[str, int]] = []
         """What the schedule did, in order: (``offload`` | ``drop`` | ``load`` | ``use`` | ``miss``, bytes)."""
@@ -24,9 +28,20 @@ class Simulation:
         """The schedule did something."""
         self.events.append((what, record.nbytes))
 
+    @property
+    def live_bytes(self) -> int:
+        """The device bytes that live now."""
+        self.count_freed_bytes()
+        return self._live_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most device bytes that lived at one time since the last ``reset_peak``."""
+        return self._peak_bytes
+
     def reset_peak(self) -> None:
         """Forget the peak so far."""
-        self.peak_bytes = self.live_bytes
+        self._peak_bytes = self.live_bytes
 
     @property
     def violations(self) -> list[str]:
@@ -35,11 +50,15 @@ class Simulation:
 
     def count(self, nbytes: int) -> None:
         """Device bytes came, or went."""
-        self.live_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self._live_bytes += nbytes
+        self._peak_bytes = max(self._peak_bytes, self._live_bytes)
 
     def raise_violations(self) -> None:
         """Raise the first thing that went wrong where nothing could be raised."""
         if self.judge.violations:
             first, *rest = self.judge.violations
             raise SimulationError(first + (f" (and {len(rest)} more)" if rest else ""))
+
+
+def _nothing() -> None:
+    """Nothing to count: the framework tells."""

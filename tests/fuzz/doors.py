@@ -24,7 +24,8 @@ class Plain:
     """The doors without us: nothing is swapped, and checkpoints are torch's own.
 
     ``exact``: nothing is recomputed, and every saved value is copied when it is saved. These are the gradients that the
-    mathematics means, also where a later change in place makes torch raise.
+    mathematics means, also where a later change in place makes torch raise. A copy has the strides of the original: with
+    other strides a matrix product may choose another kernel, and on which processors its last bits then differ is chance.
     ``bare``: nothing is recomputed, and torch's own check for changes in place is on.
     ``hooked``: hooks that keep every value stand where ours might. What torch itself leaves behind under hooks, after an
     error inside backward, is not our leak.
@@ -38,7 +39,7 @@ class Plain:
     def around(self):
         if self.way != "exact":
             return contextlib.nullcontext()
-        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda copy: copy)
+        return torch.autograd.graph.saved_tensors_hooks(copy_with_strides, lambda copy: copy)
 
     def _hooks(self):
         if self.way not in ("hooked", "alike"):
@@ -75,6 +76,17 @@ class Plain:
 
     class CheckpointPolicy:
         MUST_SAVE = PREFER_SAVE = MUST_RECOMPUTE = PREFER_RECOMPUTE = MUST_SWAP = None
+
+
+def copy_with_strides(tensor):
+    """A copy of the whole storage, seen through the same offset and strides; ``clone`` makes an expanded value dense."""
+    value = tensor.detach()
+    is_plain = value.layout is torch.strided and type(value) in (torch.Tensor, torch.nn.Parameter)
+    if not is_plain or value.is_conj() or value.is_neg() or value.is_quantized:
+        return value.clone()
+    with torch.no_grad():
+        storage = value.untyped_storage().clone()
+        return value.new_empty(0).set_(storage, value.storage_offset(), value.size(), value.stride())
 
 
 # ---------------------------------------------------------------- what users have around us

@@ -14,8 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+import hyper_parallel
+from fuzz import harness
+from fuzz.doors import Plain, copy_with_strides
 from fuzz.generate import program_number
-from fuzz.oracle import features_of, judge, signature
+from fuzz.oracle import compiled, features_of, judge, signature
 from fuzz.program import (
     BLOCKS,
     THEIRS,
@@ -171,7 +174,42 @@ def test_a_script_runs_alone(tmp_path: pathlib.Path) -> None:
 
 def test_an_error_that_hooks_move_is_judged_by_a_run_under_hooks() -> None:
     """Under anybody's saved-tensor hooks torch replays a nested checkpoint less often; the planned error is never reached."""
-    assert judge(program_number(0, 16839, "first")).kind == "equal"
+    program = program_number(0, 16839, "first")
+    names = compiled(program)
+    plain, hooked, ours = (harness.run_once(names, way, "cpu") for way in (Plain(), Plain("hooked"), hyper_parallel))
+    planned = ("0: 1 fail_backward 0 error", "planned")
+    assert planned in plain.entries
+    assert planned not in hooked.entries
+    assert ours.entries == hooked.entries
+    assert judge(program).kind == "equal"
+
+
+def test_a_planned_error_that_only_our_run_meets_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = program_number(0, 16839, "first")
+    run_once = harness.run_once
+
+    def with_one_error_more(names: dict[str, Any], way: Any, device: str) -> Any:
+        outcome = run_once(names, way, device)
+        if not isinstance(way, Plain):
+            outcome.entries[-1] = ("0: 4 backward 1 error", "planned")
+        return outcome
+
+    monkeypatch.setattr(harness, "run_once", with_one_error_more)
+    assert judge(program).kind == "mismatch"
+
+
+def test_the_exact_run_is_the_bare_run_where_nothing_is_changed_in_place() -> None:
+    """Its copies keep their strides, so the same kernels run, whichever those are on this processor."""
+    expanded = torch.randn(4, 1, dtype=torch.float64).expand(4, 32)
+    columns = torch.randn(6, 40)[:, 3:20].t()
+    for value in (expanded, columns, torch.randn(3, 4)):
+        copy = copy_with_strides(value)
+        assert (copy.stride(), copy.storage_offset()) == (value.stride(), value.storage_offset())
+        assert copy.untyped_storage().data_ptr() != value.untyped_storage().data_ptr()
+        assert torch.equal(copy, value)
+    names = compiled(program_number(0, 16839, "first"))  # products of expanded and sliced values, in double precision
+    exact, bare = (harness.run_once(names, Plain(way), "cpu") for way in ("exact", "bare"))
+    assert exact.entries == bare.entries
 
 
 def test_every_script_defines_what_it_needs() -> None:

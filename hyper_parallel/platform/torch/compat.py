@@ -1,4 +1,4 @@
-"""What moved, or may move, between the torch releases we support (2.8 to 2.13). Tiny functions, no policy.
+"""What moved, or may move, between the torch releases we support (``TESTED_TORCH``). Tiny functions, no policy.
 
 Whatever reaches below torch's public interface is here and nowhere else, so that a new release is one file's work.
 """
@@ -6,20 +6,24 @@ Whatever reaches below torch's public interface is here and nowhere else, so tha
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
+from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__ = [
     "all_gather_single",
     "reduce_scatter_single",
     "DTensor",
+    "OBJECT_OUTLIVES_STORAGE",
     "bare_op",
     "become",
     "checkpoint",
     "foreach_norm",
+    "is_freed",
     "new_named_group",
     "run_eagerly",
     "set_local_tensor",
@@ -82,6 +86,22 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Give the object ``tensor`` the bytes and attributes of ``other``, of the same class; identity is kept."""
     swap: Any = torch.utils.swap_tensors  # carries no types
     swap(tensor, other)
+
+
+def is_freed(storage: torch.UntypedStorage) -> bool:
+    """Whether the bytes are returned although the storage's Python object still lives (see ``OBJECT_OUTLIVES_STORAGE``)."""
+    return bool(torch._C._storage_Use_Count(storage._cdata) == 0)
+
+
+def _object_outlives_storage() -> bool:
+    tensor = torch.empty(1)
+    storage_object, name = weakref.ref(tensor.untyped_storage()), StorageWeakRef(tensor.untyped_storage())
+    del tensor
+    return storage_object() is not None and name.expired()
+
+
+OBJECT_OUTLIVES_STORAGE = _object_outlives_storage()
+"""Whether a storage's Python object lives on, without bytes, while a ``StorageWeakRef`` names it. So in 2.8, not in 2.13."""
 
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy
@@ -44,6 +45,11 @@ def test_b8_a_region_with_exotic_tensors(function: Any, saved: str) -> None:
     assert torch.equal(got, wanted)
 
 
+_needs_higher_order_ops_in_modes = pytest.mark.skipif(
+    not hasattr(TorchDispatchMode, "supports_higher_order_operators"),
+    reason="this torch (2.8) lets no dispatch mode see a higher-order op: it raises NotImplementedError and names the op",
+)
+
 ANSWERS = [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_SWAP, CheckpointPolicy.MUST_RECOMPUTE]
 
 
@@ -78,7 +84,12 @@ def _changes_a_subclass(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer.name)
 @pytest.mark.parametrize(
     "function",
-    [_asks_in_inference_mode, _writes_in_inference_mode, _branches, _changes_a_subclass],
+    [
+        _asks_in_inference_mode,
+        _writes_in_inference_mode,
+        pytest.param(_branches, marks=_needs_higher_order_ops_in_modes),
+        _changes_a_subclass,
+    ],
     ids=["asks_in_inference_mode", "writes_in_inference_mode", "higher_order_op", "change_through_a_subclass"],
 )
 def test_a_region_with_unusual_ops(function: Any, answer: CheckpointPolicy) -> None:
@@ -98,6 +109,7 @@ def test_what_is_replayed_although_its_schema_does_not_say_why(op: Any, reason: 
     assert facts_of(op).replay_reason == reason
 
 
+@_needs_higher_order_ops_in_modes
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_in_a_region_and_in_a_list_of_ops() -> None:
     flex = pytest.importorskip("torch.nn.attention.flex_attention")

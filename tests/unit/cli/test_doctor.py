@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hyper_parallel._version import TESTED_TORCH
 from hyper_parallel.cli.doctor import Machine, examined, findings
 from hyper_parallel.cli.main import main
 from hyper_parallel.platform.torch.machine import Accelerator, DiskSpeed, disk_speed
@@ -65,6 +66,14 @@ def test_a_slow_disk_a_full_machine_and_bad_settings_are_named() -> None:
     assert found["swap to disk"] == "slowly"
     assert found["large far memory in RAM"] == "slowly"
     assert found["settings in the environment"] == "no"
+
+
+def test_a_torch_release_that_is_not_tested_is_named() -> None:
+    def of(version: str) -> str | None:
+        return verdicts(dataclasses.replace(HOST, packages={"torch": version})).get("this torch release")
+
+    assert {of(f"{release}.0+cpu") for release in TESTED_TORCH} == {None}
+    assert (of("2.7.1"), of("2.14.0"), of("3.0.0a1")) == ("no", "untested", "untested")
 
 
 def test_two_frameworks_need_a_choice() -> None:

@@ -3,6 +3,11 @@
 A dispatch mode sees every op of this thread: it counts the bytes of every storage an op creates or touches, and asks the
 judge whether each touch is ordered after the copies. Buffers are poisoned when they are allocated. A copy that waits to
 run holds its device side weakly, as a real copy does: when the last holder lets go too early, that is noticed.
+
+Note: objects that outlive their bytes
+    A storage's death is seen through its Python object. In torch 2.8 that object lives on, without bytes, while any
+    ``StorageWeakRef`` names the storage, and the engine keeps some. There, every stored reference is looked at before an op, an
+    event, a copy and a count (``compat.OBJECT_OUTLIVES_STORAGE``).
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.core.activation_checkpoint.border import FlatBytes, Stream
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
+from hyper_parallel.platform.torch import compat
 from hyper_parallel.platform.torch.activation_checkpoint.devices import profiler_range
 from hyper_parallel.platform.torch.activation_checkpoint.ops import facts_of
 from hyper_parallel.platform.torch.activation_checkpoint.storages import unseen
@@ -39,6 +45,8 @@ class SimulatedBackend:
         self._timeline = simulation.timeline
         self._judge = simulation.judge
         self._device_storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        if compat.OBJECT_OUTLIVES_STORAGE:
+            simulation.count_freed_bytes = self.count_freed_storages
 
     @property
     def simulation(self) -> Simulation:
@@ -60,6 +68,7 @@ class SimulatedBackend:
     def record_event(self, stream: Stream, *, timing: bool = False) -> SimulatedEvent:
         """See the border."""
         with self._timeline.lock:
+            self._simulation.count_freed_bytes()
             stream = self._timeline.lane_of(stream)
             self._timeline.drift()
             self._timeline.tick(stream)
@@ -67,6 +76,7 @@ class SimulatedBackend:
 
     def wait_event(self, stream: Stream, event: SimulatedEvent) -> None:
         """See the border."""
+        self._simulation.count_freed_bytes()
         self._timeline.drift()
         self._timeline.wait(self._timeline.lane_of(stream), event)
 
@@ -77,6 +87,7 @@ class SimulatedBackend:
 
     def synchronize_event(self, event: SimulatedEvent) -> None:
         """See the border."""
+        self._simulation.count_freed_bytes()
         self._timeline.synchronize(event)
 
     def elapsed_us(self, start: SimulatedEvent, end: SimulatedEvent) -> float:
@@ -118,6 +129,7 @@ class SimulatedBackend:
 
     def _copy(self, destination: FlatBytes, source: FlatBytes, stream: SimulatedStream) -> None:
         timeline = self._timeline
+        self._simulation.count_freed_bytes()
         timeline.drift()
         timeline.tick(stream)
         goes_out = destination.untyped_storage()._cdata not in self._device_storages
@@ -146,6 +158,7 @@ class SimulatedBackend:
         """The compute stream touches a device storage: count it when it is new, and note the touch."""
         key, nbytes = storage._cdata, storage.nbytes()
         with self._timeline.lock:
+            self._simulation.count_freed_bytes()
             if key not in self._device_storages:
                 self._device_storages[key] = weakref.ref(storage, lambda _: self._died(key, nbytes))
                 self._simulation.count(nbytes)
@@ -154,9 +167,18 @@ class SimulatedBackend:
             self._timeline.tick(compute)
             self._judge.touch(compute, key, 0, max(1, nbytes), is_write=is_write, what=what)
 
+    def count_freed_storages(self) -> None:
+        """Count the deaths that no object told of (see "objects that outlive their bytes")."""
+        with self._timeline.lock:
+            for key, reference in list(self._device_storages.items()):
+                storage = reference()
+                if storage is not None and compat.is_freed(storage):
+                    self._died(key, storage.nbytes())
+
     def _died(self, key: int, nbytes: int) -> None:
         with self._timeline.lock:
-            self._device_storages.pop(key, None)
+            if self._device_storages.pop(key, None) is None:
+                return
             self._simulation.count(-nbytes)
             known = self._judge.conflict(self._timeline.compute, key, 0, max(1, nbytes), is_write=True)
             if known is not None:
@@ -181,7 +203,7 @@ class _Copy:
 
     def __call__(self) -> None:
         storage = self._device()
-        if storage is None:
+        if storage is None or compat.is_freed(storage):
             return  # blamed when it died
         with unseen():
             device = torch.empty(0, dtype=torch.uint8).set_(storage)[self._span[0] : self._span[0] + self._span[1]]
@@ -208,6 +230,7 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self._simulation.count_freed_bytes()
         self._simulation.timeline.drift()
         self._simulation.raise_violations()
         compute = self._simulation.timeline.compute
