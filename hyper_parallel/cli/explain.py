@@ -86,9 +86,9 @@ def _show_decisions(plan: Plan, console: Console) -> None:
                 [
                     f"{members[0]} +{len(members) - 1}" if len(members) > 1 else members[0],
                     region.module or "whole block",
-                    "input",
+                    "input" if region.is_replayed else "all that it saves",
                     region.input_fate.value,
-                    "",
+                    "" if region.is_replayed else "the block is not replayed",
                 ]
             )
             for op in region.ops:

@@ -37,7 +37,7 @@ def replace_blocks(model: Model, region: Callable[..., Any], *, blocks: str | Se
     replacements = Replacements(model)
     try:
         for block in found:
-            replacements.wrap(block.name, block.module, region)
+            replacements.wrap(block.name, block.module, region, may_be_compiled=region is swapped)
     except BaseException:
         replacements.restore()
         raise

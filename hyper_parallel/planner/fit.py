@@ -1,28 +1,40 @@
 """From a budget to a model that keeps it: profile, plan, apply, measure, and plan again with what was measured.
 
 A prediction is only as good as its last measurement. After a plan was applied a few steps are measured; where peak or time
-miss the prediction, the difference is fed back and the plan is made again. In a distributed run every rank measures, the
+miss the prediction, the difference is fed back and the plan is made again. What a person would try by hand (every block
+recomputed, the same with inputs swapped) is measured as well: the answer is never slower than those by more than 1 %, and no
+budget is refused that they, or swapping whole blocks, were measured to keep. In a distributed run every rank measures, the
 worst decides, and all apply the same plan.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
 from hyper_parallel.config import show_bytes
-from hyper_parallel.errors import BudgetTooSmallError, PlanError
+from hyper_parallel.errors import ActivationError, BudgetTooSmallError, FarMemoryError, PlanError
 from hyper_parallel.planner.border import Model, Step, room
 from hyper_parallel.planner.budget import parse_budget
 from hyper_parallel.planner.plan import Corrections, Plan
 from hyper_parallel.planner.planning import plan_memory
 from hyper_parallel.planner.profile import Profile
+from hyper_parallel.planner.simple_plans import (
+    RECOMPUTED,
+    RECOMPUTED_SWAPPED,
+    SWAPPED,
+    SimplePlan,
+    as_measured,
+    simple_plan,
+)
 
 __all__ = ["apply_plan", "fit_memory", "profile_memory", "worst_of"]
 
 _BEYOND: Final = 1.05  # what a step that ran out of memory counts as, over what it should have taken
 _AS_FAST: Final = 1.005
+_MUCH_FASTER: Final = 1.01  # a simple plan that is this much faster takes the place of a searched one
 _SIMULATED: Final = "simulated accelerator"
 
 Result = TypeVar("Result")
@@ -183,12 +195,24 @@ class _Fit:
         return worst_of(self._together(profile))
 
     def _search(self, profile: Profile) -> tuple[Plan, Any]:
+        """The best searched plan that held, or a simple one that is faster or the only one that fits."""
+        best, refusal = self._searched(profile)
+        if best is not None and best[0].does_nothing:
+            return best
+        best = self._with_simple_plans(profile, best)
+        if best is None:
+            raise self._refused(profile, refusal)
+        return best
+
+    def _searched(self, profile: Profile) -> tuple[tuple[Plan, Any] | None, BudgetTooSmallError | None]:
         corrections: Corrections | None = None
         best: tuple[Plan, Any] | None = None
         tried: set[Hashable] = set()
         for _ in range(self.attempts):
-            plan = self._plan(profile, corrections, has_fallback=best is not None)
-            if plan is None or (best is not None and _deeds(plan) in tried):
+            plan = self._plan(profile, corrections)
+            if isinstance(plan, BudgetTooSmallError):
+                return best, plan
+            if best is not None and _deeds(plan) in tried:
                 break
             tried.add(_deeds(plan))
             measured = self._measure(plan)
@@ -202,17 +226,60 @@ class _Fit:
                 if agrees:
                     break
             corrections = self._learn(plan, measured, profile)
-        if best is None:
-            peaks = ", ".join(str(attempt["measured_peak"]) for attempt in self.history)
-            least = min(attempt["measured_peak_bytes"] for attempt in self.history)
-            error = BudgetTooSmallError(
-                f"fit_memory: {show_bytes(self.budget)} was not kept in {len(self.history)} attempts; measured were {peaks}, "
-                f"at least {show_bytes(least - self.budget)} too many. Raise the budget, allow more attempts, or shorten the "
-                "sequence."
+        return best, None
+
+    def _with_simple_plans(self, profile: Profile, best: tuple[Plan, Any] | None) -> tuple[Plan, Any] | None:
+        """The better of what was found and of what a person would try by hand; measured peaks and times decide.
+
+        Swapping whole blocks is tried only where nothing else fits. Where time is simulated it decides nothing, and simple
+        plans are tried only as long as nothing fits.
+        """
+        if self.budget < profile.base.total:
+            return best  # weights, gradients and states alone are more, under any plan
+        for way in (RECOMPUTED, RECOMPUTED_SWAPPED, SWAPPED):
+            if best is not None and (way is SWAPPED or not _has_real_time(profile)):
+                break
+            plan = simple_plan(profile, self.budget, way)
+            measured = self._measure(plan, is_simple=True)
+            if measured is None:
+                continue
+            plan = as_measured(
+                plan, profile, peak_bytes=measured.peak_bytes, step_seconds=_finite(measured.step_seconds)
             )
-            error.smallest_peak_bytes = least
-            raise error
+            self._note(plan, measured, way=way)
+            fits = measured.peak_bytes <= self.budget
+            if fits and (best is None or _MUCH_FASTER * measured.step_seconds < best[1].step_seconds):
+                best = plan, measured
         return best
+
+    def _refused(self, profile: Profile, refusal: BudgetTooSmallError | None) -> BudgetTooSmallError:
+        """Names the smallest peak, measured or predicted, and what it is made of."""
+        simple = [attempt for attempt in self.history if "way" in attempt]
+        planned = [attempt for attempt in self.history if "way" not in attempt]
+        measured = "".join(f"; {attempt['way']}: {attempt['measured_peak']}" for attempt in simple)
+        if refusal is not None and not planned:
+            least = min(simple, key=lambda attempt: int(attempt["measured_peak_bytes"]), default=None)
+            predicted = refusal.smallest_peak_bytes
+            if least is None or (predicted is not None and predicted <= least["measured_peak_bytes"]):
+                error = BudgetTooSmallError(f"{refusal}{' Measured' + measured + '.' if measured else ''}")
+                error.smallest_peak_bytes = predicted
+                return error
+            error = BudgetTooSmallError(
+                f"fit_memory: {show_bytes(self.budget)} cannot hold this step; the smallest peak found is "
+                f"{least['measured_peak']}, measured with {least['way']} ({_made_of(profile, least['measured_peak_bytes'])}). "
+                "Raise the budget, or shorten the sequence or the batch."
+            )
+            error.smallest_peak_bytes = least["measured_peak_bytes"]
+            return error
+        peaks = ", ".join(str(attempt["measured_peak"]) for attempt in planned)
+        lowest = min(attempt["measured_peak_bytes"] for attempt in self.history)
+        error = BudgetTooSmallError(
+            f"fit_memory: {show_bytes(self.budget)} was not kept in {len(planned)} attempts; measured were {peaks}{measured}, "
+            f"at least {show_bytes(lowest - self.budget)} too many. Raise the budget, allow more attempts, or shorten the "
+            "sequence."
+        )
+        error.smallest_peak_bytes = lowest
+        return error
 
     # ------------------------------------------------------------------ all ranks
 
@@ -232,31 +299,38 @@ class _Fit:
             raise PlanError(f"fit_memory: rank {failed[0][0]} failed, so this one stops too: {failed[0][1]}")
         return [row for row, _ in rows]
 
-    def _plan(self, profile: Profile, corrections: Corrections | None, *, has_fallback: bool) -> Plan | None:
-        """One plan for all ranks, made on the first. None: nothing fits any more, and an earlier plan did."""
+    def _plan(self, profile: Profile, corrections: Corrections | None) -> Plan | BudgetTooSmallError:
+        """One plan for all ranks, made on the first; or why there is none, which all ranks learn alike."""
 
-        def make() -> Plan | None:
+        def make() -> Plan | BudgetTooSmallError | None:
             if self.world.rank != 0:
                 return None
             if corrections is None and self.first_plan is not None:
                 return self.first_plan
             try:
                 return plan_memory(profile, self.budget, corrections=corrections)
-            except BudgetTooSmallError:
-                if has_fallback:
-                    return None
-                raise
+            except BudgetTooSmallError as error:
+                return error
 
-        return self._together(make)[0]
+        plan = self._together(make)[0]
+        assert plan is not None, "the first rank makes a plan or says why not"
+        return plan
 
-    def _measure(self, plan: Plan) -> Any:
-        """The worst rank's peak and time under a plan."""
+    def _measure(self, plan: Plan, *, is_simple: bool = False) -> Any:
+        """The worst rank's peak and time under a plan; None for a simple plan that cannot run on this model."""
 
         def apply_and_measure() -> Any:
-            with self.room.apply_plan(self.model, plan):
-                return self.room.measure_step(self.model, self.step, steps=self.steps, is_guarded=True)
+            try:
+                with self.room.apply_plan(self.model, plan):
+                    return self.room.measure_step(self.model, self.step, steps=self.steps, is_guarded=True)
+            except (ActivationError, FarMemoryError):
+                if not is_simple:
+                    raise
+                return None
 
         rows = self._together(apply_and_measure)
+        if any(row is None for row in rows):
+            return None
         slowest = max(rows, key=lambda row: row.step_seconds)
         peak = max(row.peak_bytes for row in rows)
         if not all(row.is_complete for row in rows):
@@ -288,9 +362,10 @@ class _Fit:
         self.misses += 1
         return 0 if self.misses == 1 else max(over_bytes, self.budget // 1000) << (self.misses - 2)
 
-    def _note(self, plan: Plan, measured: Any) -> None:
+    def _note(self, plan: Plan, measured: Any, *, way: SimplePlan | None = None) -> None:
         self.history.append(
             {
+                **({} if way is None else {"way": way.name}),
                 "predicted_peak": show_bytes(plan.predicted_peak_bytes),
                 "measured_peak": show_bytes(measured.peak_bytes),
                 "predicted_peak_bytes": plan.predicted_peak_bytes,
@@ -302,6 +377,18 @@ class _Fit:
                 "misses": measured.misses,
             }
         )
+
+
+def _finite(seconds: float) -> float:
+    """A step that ran out of memory took no time that anybody could write down."""
+    return seconds if math.isfinite(seconds) else 0.0
+
+
+def _made_of(profile: Profile, peak_bytes: int) -> str:
+    """A measured peak by its parts, which add up."""
+    parts = {field.name: getattr(profile.base, field.name) for field in dataclasses.fields(profile.base)}
+    parts["activations"] = max(0, peak_bytes - profile.base.total)
+    return ", ".join(f"{name} {show_bytes(size)}" for name, size in parts.items() if size)
 
 
 def _has_real_time(profile: Profile) -> bool:
@@ -316,6 +403,7 @@ def _deeds(plan: Plan) -> Hashable:
             (
                 region.module,
                 region.input_fate,
+                region.is_replayed,
                 tuple((op.name, op.overload, op.occurrence, op.fate) for op in region.ops),
             )
             for region in recipe.regions

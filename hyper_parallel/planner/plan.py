@@ -45,18 +45,24 @@ class OpDecision:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RegionPlan:
-    """One replayed region of a block. Ops that are not listed are recomputed."""
+    """One region of a block. Where it is replayed, ops that are not listed are recomputed."""
 
     module: str  # path inside the block; "": the block itself
     input_fate: Fate
     ops: tuple[OpDecision, ...]
+    is_replayed: bool = True  # False: nothing is run again, and whatever autograd saves inside is swapped
 
     def __post_init__(self) -> None:
         require(self.input_fate is not Fate.RECOMPUTE, f"RegionPlan {self.module!r}: an input cannot be recomputed")
+        require(
+            self.is_replayed or not self.ops,
+            f"RegionPlan {self.module!r}: decides about {len(self.ops)} ops, and a region that is not replayed asks about none",
+        )
 
     def fate_of(self, name: str, overload: str, occurrence: int) -> Fate:
         """What becomes of one op instance, counted inside the region."""
-        return self._table().get((name, overload, occurrence), Fate.RECOMPUTE)
+        otherwise = Fate.RECOMPUTE if self.is_replayed else Fate.SWAP
+        return self._table().get((name, overload, occurrence), otherwise)
 
     def _table(self) -> dict[tuple[str, str, int], Fate]:
         return {(op.name, op.overload, op.occurrence): op.fate for op in self.ops}
@@ -211,7 +217,10 @@ def _fates(plan: Plan) -> dict[tuple[str, str], str]:
         if recipe is None:
             found[block.name, "regions"] = "left alone"
             continue
-        found[block.name, "regions"] = " + ".join(region.module or "whole" for region in recipe.regions)
+        found[block.name, "regions"] = " + ".join(
+            (region.module or "whole") + ("" if region.is_replayed else " (not replayed, all it saves swapped)")
+            for region in recipe.regions
+        )
         seen: Counter[str] = Counter()
         for region in recipe.regions:
             found[block.name, f"input of {region.module or 'the block'}"] = region.input_fate.value
@@ -299,6 +308,9 @@ def _recipe_lines(plan: Plan) -> Iterator[str]:
             continue
         yield f"{names}: {members[0].reason}"
         for region in plan.recipes[recipe_index].regions:
+            if not region.is_replayed:
+                yield f"  {region.module or 'whole block'}: not replayed; whatever it saves for backward is swapped"
+                continue
             kept = [
                 f"{op.fate.value} {op.module}::{op.name}#{op.occurrence}"
                 for op in region.ops

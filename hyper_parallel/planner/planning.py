@@ -21,12 +21,12 @@ from hyper_parallel.planner.plan import (
     RegionPlan,
     WhatIf,
 )
-from hyper_parallel.planner.profile import BaseBytes, OpProfile, Profile, RegionSpan
+from hyper_parallel.planner.profile import BaseBytes, EngineSettings, OpProfile, Profile, RegionSpan
 from hyper_parallel.planner.solve import Answer, Solver
 from hyper_parallel.planner.tape import Choice
 from hyper_parallel.planner.timeline import Simulator
 
-__all__ = ["plan_memory", "written_plan"]
+__all__ = ["plan_memory", "predict", "untouched_prediction", "written_plan"]
 
 _FATES: Final = {"r": Fate.RECOMPUTE, "s": Fate.SAVE, "w": Fate.SWAP}
 _WHAT_IF: Final = (0.9, 1.1)
@@ -81,7 +81,7 @@ def written_plan(solver: Solver, answer: Answer, budget: int, *, what_if: tuple[
         recipes=recipes,
         settings=answer.solution.settings,
         predicted=_prediction(solver, answer),
-        untouched=_prediction(solver, solver.untouched()),
+        untouched=untouched_prediction(solver),
         what_if=what_if,
         corrections=solver.simulator.corrections,
         notes=_notes(profile, answer),
@@ -108,7 +108,17 @@ def _calibrated(profile: Profile, budget: int) -> Corrections:
 
 
 def _prediction(solver: Solver, answer: Answer) -> Prediction:
-    line = solver.simulator.explain(answer.solution.choices, answer.solution.settings)
+    return predict(solver, answer.solution.choices, answer.solution.settings)
+
+
+def untouched_prediction(solver: Solver) -> Prediction:
+    """The step left alone."""
+    return _prediction(solver, solver.untouched())
+
+
+def predict(solver: Solver, choices: tuple[Choice, ...], settings: EngineSettings) -> Prediction:
+    """What a step with these choices should be."""
+    line = solver.simulator.explain(choices, settings)
     return Prediction(
         peak_bytes=line.peak_bytes,
         peak_where=line.peak_where,

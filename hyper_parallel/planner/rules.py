@@ -201,6 +201,16 @@ class RuleSet:
             raise ValueError("apply_rules: no rules were given; '*::*' with a fate is the shortest rule there is")
         return cls(rules=tuple(Rule(pattern=pattern, fate=fate) for pattern, fate in given.items()))
 
+    @property
+    def spares_last_block(self) -> bool:
+        """Whether the block that backward needs first is left alone: so in presets that save outputs of ops.
+
+        A region's replay makes its values again beside what it saved. In the last block everything is still there at that
+        moment, so replaying it would lift the peak above that of the plain step. Rules of a user's own do what they say.
+        """
+        saves = (RuleFate.SAVE, RuleFate.PREFER_SAVE)
+        return self.may_match_nothing and any(rule.fate in saves and rule.op != INPUT for rule in self.rules)
+
     def deciding(self, path: str, op: str) -> int | None:
         """The number of the rule that decides; None where no rule matches."""
         for number, rule in enumerate(self.rules):

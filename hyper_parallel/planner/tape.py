@@ -297,8 +297,12 @@ def _write_forward(block: _Block, writer: _Writer) -> None:
     def admit(value: int, now: int) -> None:
         writer.emit(ADMIT, block.record_of[value])
         local_bytes[value] = 0
-        if block.anatomy.last_read[value] < now:
+        last_read = block.anatomy.last_read[value]
+        if last_read < now:
             writer.emit(RELEASE, block.record_of[value])
+            # An input that no recorded op reads (compiled code, raw kernels) has no reader left: it is released here only.
+            if value in ends.get(last_read, ()):
+                ends[last_read].remove(value)
 
     born(BLOCK_INPUT)
     writer.touch()

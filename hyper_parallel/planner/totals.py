@@ -58,6 +58,10 @@ def _of_block(kind: BlockKind, plan: Plan, block: BlockPlan) -> Iterator[tuple[O
             yield op, _FIELDS[decision.fate], op.output_bytes, decision.reason
         elif recipe is None:
             yield op, "kept_bytes", op.kept_bytes, block.reason
+        elif not any(region.is_replayed for region in recipe.regions):
+            yield op, "swapped_bytes", op.kept_bytes, block.reason
+        elif op.is_keepable and recipe.regions[0].module == "":
+            yield op, "recomputed_bytes", op.output_bytes, block.reason
 
 
 def _decisions(kind: BlockKind, recipe: Recipe) -> dict[int, OpDecision]:

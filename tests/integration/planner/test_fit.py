@@ -96,16 +96,16 @@ def test_a_miss_that_repeats_is_answered_with_more_than_what_was_missing() -> No
 
 
 def test_a_budget_that_one_attempt_does_not_keep_says_by_how_much() -> None:
-    """Bytes that come after the profile; one attempt is too few to learn of them."""
+    """Bytes that come after the profile, more than any plan can make room for."""
     model, step = transformer()
     fixed = 2 * sum(p.nbytes for p in model.parameters())
     budget = fixed + int(0.75 * (plain_peak(model, step) - fixed))
     with simulated_accelerator():
         profile = hp.profile_memory(model, step, steps=1)
-        held = torch.zeros(60_000, dtype=torch.uint8) + 1  # counted by the device from here on
+        held = torch.zeros(budget, dtype=torch.uint8) + 1  # counted by the device from here on
         with pytest.raises(BudgetTooSmallError, match=r"not kept in 1 attempts; .* at least .* too many") as caught:
             hp.fit_memory(model, step, budget, steps=1, attempts=1, profile=profile)
-    assert held.numel() == 60_000
+    assert held.numel() == budget
     assert caught.value.smallest_peak_bytes is not None
     assert caught.value.smallest_peak_bytes > budget
 
@@ -181,6 +181,62 @@ def test_a_loop_that_drops_its_gradients_stays_within_the_budget() -> None:
                 simulation.reset_peak()
                 step()
                 assert simulation.peak_bytes <= budget
+
+
+def test_a_step_with_an_optimizer_is_stopped_before_it_changes_anything_also_when_the_budget_is_too_small() -> None:
+    model, step = transformer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step()  # gradients that must be there afterwards
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    tree, forwards, state = tree_of(model), model.forwards.clone(), torch.get_rng_state()
+
+    def training_step() -> None:
+        optimizer.zero_grad()
+        step()
+        optimizer.step()
+
+    for budget in (1, 2**40):
+        with simulated_accelerator(), pytest.raises(PlanError, match=r"calls AdamW\.step\(\).* as they were"):
+            hp.fit_memory(model, training_step, budget, steps=1)
+        assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+        assert all(torch.equal(p.grad, grads[name]) for name, p in model.named_parameters())
+        assert not optimizer.state
+        assert torch.equal(model.forwards, forwards)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert tree_of(model) == tree
+    training_step()  # outside a trial an optimizer works as ever
+    assert optimizer.state
+
+
+def test_a_refusal_names_weights_that_the_step_changed_by_hand() -> None:
+    model, step = transformer()
+
+    def training_step() -> None:
+        step()
+        with torch.no_grad():
+            model.head.weight.mul_(0.5)
+
+    budget = sum(p.nbytes for p in model.parameters())
+    with simulated_accelerator():
+        with pytest.raises(
+            BudgetTooSmallError, match=r"cannot hold this step.* parameters were changed \(head\.weight\)"
+        ):
+            hp.fit_memory(model, training_step, budget, steps=1)
+
+
+def test_another_models_optimizer_may_step() -> None:
+    model, step = transformer()
+    other = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+
+    def two_steps() -> None:
+        step()
+        other(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    with simulated_accelerator():
+        hp.fit_memory(model, two_steps, "1GiB", steps=1).remove()
 
 
 def test_the_worst_rank_decides() -> None:

@@ -163,13 +163,28 @@ def test_a_step_that_trains_is_refused_by_name() -> None:
         optimizer.step()
 
     tree = tree_of(model)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     with simulated_accelerator():
-        with pytest.raises(
-            PlanError, match=r"left a trace that cannot be undone: parameters were changed \(embed\.weight"
-        ):
+        with pytest.raises(PlanError, match=r"profile_memory: the step calls SGD\.step\(\)"):
             hp.profile_memory(model, training_step, steps=1)
     assert tree_of(model) == tree
     assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+
+
+def test_a_step_that_changes_weights_by_hand_is_refused_by_name() -> None:
+    model, step = transformer()
+
+    def training_step() -> None:
+        step()
+        with torch.no_grad():
+            model.embed.weight.mul_(0.5)
+
+    with simulated_accelerator():
+        with pytest.raises(
+            PlanError, match=r"left a trace that cannot be undone: parameters were changed \(embed\.weight\)"
+        ):
+            hp.profile_memory(model, training_step, steps=1)
 
 
 def test_optimizer_states_are_named() -> None:

@@ -13,8 +13,10 @@ from torch import nn
 import hyper_parallel as hp
 from hyper_parallel.errors import PlanError
 from hyper_parallel.planner.rules import PRESETS
+from hyper_parallel.platform.torch.activation_checkpoint.wrappers import CheckpointWrapper
 from hyper_parallel.testing import simulated_accelerator
 
+from .fused import encoder
 from .models import BATCH, FAMILIES, LENGTH, WIDTH, assert_same, gradients, transformer, tree_of
 
 MIXED = {"layers.*.attn::sdpa": "swap", "layers.*.mlp::addmm": "recompute", "*::input": "swap", "*::*": "prefer_save"}
@@ -189,6 +191,38 @@ def test_blocks_by_pattern() -> None:
             stats = applied.stats()
     assert stats["decided"]["*::input"] == 4
     assert stats["swapped_out_bytes"] == 4 * ACTIVATION
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(("layers", "activation"), [(2, "relu"), (4, "relu"), (4, "gelu")])
+def test_no_preset_peaks_above_the_plain_step(preset: str, layers: int, activation: str) -> None:
+    """Without dropout an encoder's layers keep little that is not a matmul's output."""
+    peaks = []
+    for rules in (None, preset):
+        model, step = encoder(layers, dropout=0.0, activation=activation)
+        with simulated_accelerator() as sim:
+            if rules is not None:
+                hp.apply_rules(model, rules)
+            for _ in range(2):
+                step()
+            peaks.append(sim.peak_bytes)
+    assert peaks[1] <= peaks[0]
+
+
+def test_presets_that_save_leave_the_last_block_alone_and_rules_of_ones_own_do_not() -> None:
+    model, _ = transformer()
+    for rules, count in (
+        ("auto", 3),
+        ("elementwise", 3),
+        ("boundary", 4),
+        ("attention", 4),
+        (dict(PRESETS["auto"]), 4),
+    ):
+        with hp.apply_rules(model, rules):
+            wrapped = [name for name, module in enumerate(model.layers) if type(module) is CheckpointWrapper]
+            assert wrapped == list(range(count))
+    with hp.apply_rules(model, "auto", blocks="layers.1"):
+        assert type(model.layers[1]) is CheckpointWrapper
 
 
 def test_list_ops_counts_what_ran() -> None:

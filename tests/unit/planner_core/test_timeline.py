@@ -226,3 +226,12 @@ def test_playing_and_explaining_agree() -> None:
     for choices in ((KEEP, RECOMPUTE, SWAP), (SWAP_ALL, SAVE, KEEP), (SWAP, SWAP_ALL, SWAP)):
         played, explained = simulator.play(choices, SETTINGS), simulator.explain(choices, SETTINGS)
         assert dataclasses.replace(explained, peak_parts=()) == played
+
+
+def test_an_input_that_no_recorded_op_reads_is_released_once() -> None:
+    """Compiled code and raw kernels read it unseen; every byte is returned all the same."""
+    unseen = dataclasses.replace(KIND, ops=(dataclasses.replace(F, inputs=()), G), input_kept_by=())
+    profile = small_profile(kind=unseen)
+    settings = dataclasses.replace(profile.engine, window_bytes=0)
+    line = Simulator(profile).play((Choice(0, "w", "rr"),) * 2, settings)
+    assert line.out_bytes == 6

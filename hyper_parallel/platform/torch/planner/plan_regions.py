@@ -17,9 +17,10 @@ from hyper_parallel.core.activation_checkpoint.activation_checkpoint import Chec
 from hyper_parallel.errors import PlanError
 from hyper_parallel.planner.plan import BlockPlan, Fate, Plan, RegionPlan
 from hyper_parallel.planner.profile import EngineSettings
-from hyper_parallel.platform.torch.activation_checkpoint.checkpointing import checkpoint
+from hyper_parallel.platform.torch.activation_checkpoint.checkpointing import checkpoint, swap
 from hyper_parallel.platform.torch.activation_checkpoint.first_step import foretell
 from hyper_parallel.platform.torch.planner.blocks import BlockRef, fingerprint_of, refuse_wrapped, require_module
+from hyper_parallel.platform.torch.planner.compiled import refuse_compiled
 from hyper_parallel.platform.torch.planner.measure import StepMeasure
 from hyper_parallel.platform.torch.planner.regions import Handle, Replacements, op_name, op_overload
 
@@ -39,6 +40,7 @@ class PlannedRegion:
     def __init__(self, region: RegionPlan, settings: SwapConfig, *, predicted_peak_bytes: int | None = None) -> None:
         self._predicted_peak_bytes = predicted_peak_bytes
         self._swaps_inputs = region.input_fate is Fate.SWAP
+        self._is_replayed = region.is_replayed
         self._settings = settings
         fates: dict[_OpKey, dict[int, CheckpointPolicy]] = {}
         for op in region.ops:
@@ -51,6 +53,8 @@ class PlannedRegion:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         foretell(self._predicted_peak_bytes)
+        if not self._is_replayed:
+            return swap(function, *args, swap_config=self._settings, **kwargs)
         return checkpoint(
             function,
             *args,
@@ -163,7 +167,9 @@ def _modules_of(model: nn.Module, plan: Plan, who: str) -> list[tuple[str, nn.Mo
         recipe = plan.recipe_of(block)
         if recipe is None:
             continue
-        refuse_wrapped(model, [BlockRef(block.name, _module(named, block, "", who))], who)
+        whole = _module(named, block, "", who)
+        refuse_wrapped(model, [BlockRef(block.name, whole)], who)
+        refuse_compiled(block.name, whole)  # also where only parts of it become regions
         for region in recipe.regions:
             path = f"{block.name}.{region.module}" if region.module else block.name
             # A module that a step calls twice follows the plan of its first call.

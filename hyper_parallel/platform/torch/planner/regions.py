@@ -14,6 +14,7 @@ from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import PlanError
 from hyper_parallel.platform.torch.activation_checkpoint.wrappers import CheckpointWrapper
 from hyper_parallel.platform.torch.planner.blocks import Place, places_of
+from hyper_parallel.platform.torch.planner.compiled import refuse_compiled
 
 __all__ = ["Handle", "Replacements", "op_name"]
 
@@ -44,11 +45,18 @@ class Replacements:
         self._model = model
         self._done: list[_Replaced] = []
 
-    def wrap(self, path: str, module: nn.Module, checkpoint_fn: Callable[..., Any]) -> None:
-        """Let every call of ``module`` go through ``checkpoint_fn``."""
+    def wrap(
+        self, path: str, module: nn.Module, checkpoint_fn: Callable[..., Any], *, may_be_compiled: bool = False
+    ) -> None:
+        """Let every call of ``module`` go through ``checkpoint_fn``.
+
+        ``may_be_compiled``: the function treats the module as a whole and asks nobody about single ops.
+        """
         places = places_of(self._model, module)
         if not places:
             raise PlanError(f"{path}: cannot be wrapped, because it is the model itself; name the modules inside it")
+        if not may_be_compiled:
+            refuse_compiled(path, module)
         wrapper = CheckpointWrapper(module, checkpoint_fn)
         for place in places:
             place.put(wrapper)

@@ -169,6 +169,8 @@ def apply_rules(
     if step is not None and not rules.may_match_nothing:
         table: OpTable = list_ops(model, step, blocks=blocks)
         rules.check_matched((row.module, row.op) for row in table)
+    if rules.spares_last_block and len(found) > 1:
+        found = found[:-1]
     paths = Paths() if any(_depends_on_module(rules, block) for block in found) else None
     replacements = Replacements(model)
     regions = [RuledRegion(block.name, rules, paths) for block in found]

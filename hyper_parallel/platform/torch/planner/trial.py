@@ -1,8 +1,11 @@
 """Trial steps that leave no trace.
 
 Before: the module tree, training flags, gradients, buffers, random states and the versions of the parameters are written
-down; large values on the host, so that the device's peak is not ours. After: everything is put back. What cannot be put
-back (a parameter that the step changed) is an error that names it.
+down; large values on the host, so that the device's peak is not ours. After: everything is put back.
+
+Parameters and optimizer states are not copied: they may be larger than the host's memory. An optimizer is stopped before
+its first step changes anything, and that is an error. Parameters that the step changes by hand cannot be put back; whatever
+else ends the trial, its error names them too.
 """
 
 from __future__ import annotations
@@ -15,10 +18,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hyper_parallel.core.activation_checkpoint.summary import FirstStep
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
-from hyper_parallel.errors import PlanError
+from hyper_parallel.errors import HyperParallelError, PlanError
 from hyper_parallel.platform.torch.activation_checkpoint.storages import unseen
 from hyper_parallel.platform.torch.planner.blocks import device_of, require_module
 
@@ -74,7 +78,7 @@ class _Snapshot:
             if name not in replaced and parameter._version != self._versions[name]
         ]
         if changed:
-            found.append(f"parameters were changed ({_some(changed)}), as an optimizer's step does")
+            found.append(f"parameters were changed ({_some(changed)})")
         if replaced:
             found.append(f"parameters were replaced ({_some(replaced)})")
         after = [(path, id(module), module.training) for path, module in self._model.named_modules()]
@@ -119,19 +123,60 @@ def guarded(model: Any, *, who: str) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def no_trace(model: nn.Module, device: torch.device, *, who: str) -> Iterator[None]:
-    """Put back what trial steps inside change; raise what they changed for good."""
+    """Put back what trial steps inside change; raise what they changed for good, also where they end in an error."""
     snapshot = _Snapshot(model, device)
     manager = SwapManager()
     first_step, manager.first_step = manager.first_step, FirstStep(is_over=True)  # trial steps are nobody's first
+    optimizers = register_optimizer_step_pre_hook(_OptimizerStops(model, who))
+    failure: BaseException | None = None
     try:
         yield
+    except BaseException as error:
+        failure = error
+        raise
     finally:
+        optimizers.remove()
         first_step.before = manager.stats()
         manager.first_step = first_step
         snapshot.put_back()
+        if failure is not None:
+            _tell(failure, snapshot.changes(), who)
     changes = snapshot.changes()
     if changes:
         raise PlanError(
-            f"{who}: the step left a trace that cannot be undone: {'; '.join(changes)}. Gradients, buffers and random states "
-            "were put back. Give a step that runs one forward and backward only."
+            f"{who}: {_trace(changes)} Give a step that runs one forward and backward only, without an optimizer."
         )
+
+
+def _trace(changes: list[str]) -> str:
+    return (
+        f"the step left a trace that cannot be undone: {'; '.join(changes)}. Gradients, buffers and random states were put "
+        "back."
+    )
+
+
+def _tell(failure: BaseException, changes: list[str], who: str) -> None:
+    """Add to an error what the trial steps before it changed for good: to the message where it is ours, else as a note."""
+    if not changes:
+        return
+    if isinstance(failure, HyperParallelError) and failure.args and isinstance(failure.args[0], str):
+        failure.args = (f"{failure.args[0]} Besides, {_trace(changes)}", *failure.args[1:])
+    elif sys.version_info >= (3, 11):
+        failure.add_note(f"{who}: {_trace(changes)}")
+
+
+class _OptimizerStops:
+    """A hook before every optimizer's step that stops those which would change the model."""
+
+    def __init__(self, model: nn.Module, who: str) -> None:
+        self._parameters = set(map(id, model.parameters()))
+        self._who = who
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        if any(id(parameter) in self._parameters for parameter in held):
+            raise PlanError(
+                f"{self._who}: the step calls {type(optimizer).__name__}.step(), and a trial step must not change weights. It "
+                "was stopped before anything changed: weights, optimizer states, gradients, buffers and random states are as they "
+                "were. Give a step that runs one forward and backward only, without an optimizer."
+            )

@@ -1,0 +1,166 @@
+"""Which of the measured plans ``fit_memory`` answers with: a device whose bytes and seconds are written down here."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hyper_parallel.errors import BudgetTooSmallError, SwapImpossibleError
+from hyper_parallel.planner import fit
+from hyper_parallel.planner.plan import Plan
+from hyper_parallel.planner.profile import Profile
+from hyper_parallel.planner.simple_plans import RECOMPUTED, RECOMPUTED_SWAPPED, SWAPPED
+
+from .small import small_profile
+
+SEARCHED, ALONE = "searched", "left alone"
+WAYS = {way.name for way in (RECOMPUTED, RECOMPUTED_SWAPPED, SWAPPED)}
+FITS = 125  # below the 131 of the step left alone; the smallest searched plan needs 121
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure:
+    peak_bytes: int
+    step_seconds: float
+    exposed_copy_seconds: float = 0.0
+    late_loads: int = 0
+    misses: int = 0
+    is_complete: bool = True
+
+
+class Applied:
+    def __init__(self, device: PaperDevice, plan: Plan) -> None:
+        self.device, self.plan = device, plan
+
+    def __enter__(self) -> Applied:
+        self.device.plan = self.plan
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.device.plan = None
+
+
+class PaperDevice:
+    """The framework's half of planning, with scripted measurements."""
+
+    def __init__(self, profile: Profile, script: dict[str, Measure | Exception]) -> None:
+        self.profile, self.script = profile, script
+        self.plan: Plan | None = None
+        self.measured: list[str] = []
+
+    def world(self) -> None:
+        return None
+
+    @contextlib.contextmanager
+    def guarded(self, model: Any, *, who: str) -> Iterator[None]:
+        yield
+
+    def profile_memory(self, model: Any, step: Any, **_: Any) -> Profile:
+        return self.profile
+
+    def apply_plan(self, model: Any, plan: Plan) -> Applied:
+        return Applied(self, plan)
+
+    def measure_step(self, model: Any, step: Any, **_: Any) -> Measure:
+        assert self.plan is not None
+        reason = self.plan.blocks[0].reason
+        name = ALONE if self.plan.does_nothing else reason if reason in WAYS else SEARCHED
+        self.measured.append(name)
+        answer = self.script[name]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def fitted(
+    monkeypatch: pytest.MonkeyPatch, script: dict[str, Measure | Exception], *, budget: int = FITS, **changes: Any
+) -> tuple[Applied, PaperDevice]:
+    device = PaperDevice(small_profile(**changes), script)
+    monkeypatch.setattr(fit, "room", lambda: device)
+    return fit.fit_memory(None, lambda: None, budget, attempts=1, steps=1), device
+
+
+def script(**seconds: float) -> dict[str, Measure | Exception]:
+    """Everything fits; seconds by way."""
+    return {
+        SEARCHED: Measure(FITS, seconds["searched"]),
+        RECOMPUTED.name: Measure(FITS - 2, seconds["recomputed"]),
+        RECOMPUTED_SWAPPED.name: Measure(FITS - 3, seconds["swapped"]),
+    }
+
+
+def test_every_block_recomputed_is_the_answer_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    applied, device = fitted(monkeypatch, script(searched=1.506, recomputed=1.300, swapped=1.350))
+    assert applied.plan.blocks[0].reason == RECOMPUTED.name
+    assert (applied.plan.predicted_peak_bytes, applied.plan.predicted_step_seconds) == (FITS - 2, 1.300)
+    assert device.measured == [SEARCHED, RECOMPUTED.name, RECOMPUTED_SWAPPED.name]  # and nothing more
+
+
+def test_inputs_swapped_is_the_answer_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    applied, _ = fitted(monkeypatch, script(searched=3.04, recomputed=1.5, swapped=1.40))
+    assert applied.plan.blocks[0].reason == RECOMPUTED_SWAPPED.name
+
+
+@pytest.mark.parametrize(("recomputed", "is_kept"), [(1.0, True), (0.995, True), (0.991, True), (0.989, False)])
+def test_a_searched_plan_stays_while_it_is_within_one_per_cent(
+    monkeypatch: pytest.MonkeyPatch, recomputed: float, is_kept: bool
+) -> None:
+    applied, _ = fitted(monkeypatch, script(searched=1.0, recomputed=recomputed, swapped=2.0))
+    assert (applied.plan.blocks[0].reason not in WAYS) == is_kept
+
+
+def test_a_faster_simple_plan_that_does_not_fit_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = script(searched=2.0, recomputed=1.0, swapped=1.0)
+    said[RECOMPUTED.name] = Measure(FITS + 1, 1.0)
+    said[RECOMPUTED_SWAPPED.name] = Measure(FITS, float("inf"), is_complete=False)
+    applied, _ = fitted(monkeypatch, said)
+    assert applied.plan.blocks[0].reason not in WAYS
+
+
+def test_a_step_that_fits_is_left_alone_without_another_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    applied, device = fitted(monkeypatch, {ALONE: Measure(131, 1.0)}, budget=1000)
+    assert applied.plan.does_nothing
+    assert device.measured == [ALONE]
+
+
+def test_no_budget_is_refused_that_swapping_whole_blocks_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """101 bytes: the simulation says that nothing fits, and only measuring knows better."""
+    said: dict[str, Measure | Exception] = {
+        RECOMPUTED.name: Measure(110, 1.0),
+        RECOMPUTED_SWAPPED.name: Measure(105, 1.0),
+        SWAPPED.name: Measure(101, 9.0),
+    }
+    applied, device = fitted(monkeypatch, said, budget=101)
+    assert applied.plan.blocks[0].reason == SWAPPED.name
+    assert not applied.plan.recipes[0].regions[0].is_replayed
+    assert device.measured == [RECOMPUTED.name, RECOMPUTED_SWAPPED.name, SWAPPED.name]
+
+
+def test_blocks_that_cannot_be_swapped_as_a_whole_are_not_an_error_of_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: dict[str, Measure | Exception] = {
+        RECOMPUTED.name: Measure(110, 1.0),
+        RECOMPUTED_SWAPPED.name: Measure(105, 1.0),
+        SWAPPED.name: SwapImpossibleError("no"),
+    }
+    text = r"the smallest peak found is 105 B, measured with .*inputs swapped \(.*activations 5 B\)"
+    with pytest.raises(BudgetTooSmallError, match=text) as caught:
+        fitted(monkeypatch, said, budget=101)
+    assert caught.value.smallest_peak_bytes == 105
+
+
+def test_a_budget_below_weights_gradients_and_states_is_refused_without_a_trial(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(BudgetTooSmallError, match=r"99 B cannot hold this step; the smallest peak found is"):
+        fitted(monkeypatch, {}, budget=99)
+
+
+def test_a_searched_plan_that_misses_gives_way_to_a_simple_one_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = script(searched=1.0, recomputed=2.0, swapped=3.0)
+    said[SEARCHED] = Measure(FITS + 50, 1.0)
+    applied, _ = fitted(monkeypatch, said)
+    assert applied.plan.blocks[0].reason == RECOMPUTED.name
