@@ -295,6 +295,9 @@ class PythonState:
         """Forward has ended: forget everything that it left alone."""
         self._noted = [noted for noted in self._noted if noted.keep_changes()]
         self._seen = {}
+        self._is_foreign = (
+            _is_anything  # the caller's method: holding it would be a cycle that lives until a collection
+        )
 
     def put_back(self) -> Undo:
         """Put the noted state in place for a replay; the answer restores what was there before."""
@@ -306,6 +309,10 @@ class PythonState:
             _undo(undone)
             raise
         return lambda: _undo(undone)
+
+
+def _is_anything(_: Any) -> bool:
+    return True
 
 
 def _undo(undone: list[Undo]) -> None:

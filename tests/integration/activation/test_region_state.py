@@ -7,7 +7,9 @@ gradients, buffers and the effects of forward are compared.
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -475,8 +477,6 @@ def test_forwards_tensors_are_not_held_by_the_state_of_a_plain_object() -> None:
     loss = hp.checkpoint(Passing(), x, context).sum()
     held = context.values[0]
     context.values.clear()
-    import weakref
-
     reference = weakref.ref(held)
     del held
     assert reference() is None
@@ -540,3 +540,18 @@ def test_an_error_in_a_replay_leaves_the_state_as_it_was() -> None:
     plain(y).sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, y.grad)
+
+
+def test_a_region_that_is_dropped_is_freed_without_a_collection() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model, context, x = hp.checkpoint_wrapper(Codebook()), Context(), batch()
+        loss = model(x).sum() + hp.checkpoint(Passing(), x, context).sum()
+        alive = [value for value in gc.get_objects() if type(value) is region_state.RegionState]
+        references = [weakref.ref(value) for value in alive]
+        assert len(references) == 2
+        del alive, loss
+        assert [reference() for reference in references] == [None, None]
+    finally:
+        gc.enable()

@@ -128,18 +128,16 @@ class _Call:
         self, where: str, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], *, is_flat: bool
     ) -> None:
         self._where = where
-        self._objects: list[Any] = []  # those among the arguments that may have a state
+        self._function, self._args, self._kwargs = function, tuple(args), kwargs
+        self._objects = [value for value in (*args, *kwargs.values()) if not _is_tensor(value)]  # they may have a state
         if (
             is_flat
             or needs_layout(args, _is_tensor, takes_tensors=False)
             or needs_layout(kwargs.values(), _is_tensor, takes_tensors=True)
         ):
             inputs = FlatInputs(function, args, kwargs, is_tensor=_is_tensor, where=where)
-            self._function, self._args, self._kwargs = inputs.call, inputs.tensors, {}
+            self._function, self._args, self._kwargs = inputs.call, tuple(inputs.tensors), {}
             self._objects = inputs.others
-        else:
-            self._function, self._args, self._kwargs = function, args, kwargs
-            self._objects = [value for value in (*args, *kwargs.values()) if not isinstance(value, torch.Tensor)]
 
     def state(self, *, keeps_random_state: bool) -> RegionState:
         """What gives a replay the state that forward found."""

@@ -187,7 +187,7 @@ class RegionState:
                 self._is_foreign(value)
         for places in (module._parameters, module._buffers):
             for key, value in places.items():
-                if type(value) in _PLAIN:
+                if value is not None and type(value) in _PLAIN:
                     self._note_place(module, places, key, value)
 
     def _note_place(self, module: nn.Module, names: dict[str, Any], key: str, tensor: torch.Tensor) -> None:
