@@ -199,7 +199,11 @@ class Tick:
     One thread runs at a time, and turns change at counted calls only, so a program with threads is deterministic.
     A device's backward runs on the framework's one thread for that device, whoever asked for it: passing the turn there
     would stop the only thread that could ever give it back, so turns are passed on the program's own threads alone.
+
+    Slots, and no ``__dict__``: a region would put the count back around a replay, as it does for every object in reach.
     """
+
+    __slots__ = ("_calls", "_changed", "_members", "_over", "_threads", "_turn", "left")
 
     def __init__(self, threads):
         self.left = None  # calls until the planned error

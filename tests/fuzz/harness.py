@@ -17,6 +17,7 @@ import threading
 import types
 import warnings
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -124,7 +125,8 @@ class Run:
         return self.inputs[batch]
 
     def forward(self, label, batch, at, retain):
-        torch.manual_seed(self.program["SEED"] + batch)
+        for seed in (torch.manual_seed, random.seed, np.random.seed):
+            seed(self.program["SEED"] + batch)
         with self.around():
             outs = self.model(*self.batch(batch))
         self.log(label, outs)

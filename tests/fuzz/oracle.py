@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import hyper_parallel
-from fuzz import doors, harness
+from fuzz import doors, harness, rare
 from fuzz.program import RECOMPUTED, Program, Span, ops_of, spans_of
 from fuzz.source import program_to_source
 from fuzz.vocabulary import FUNCTIONS, SPECS
@@ -52,7 +52,7 @@ class Verdict:
 
 def compiled(program: Program, device: str = "cpu") -> dict[str, Any]:
     """The names that the program's source defines."""
-    names = {**vars(doors), **FUNCTIONS, "torch": torch, "DEVICE": device}
+    names = {**vars(doors), **FUNCTIONS, "State": rare.State, "torch": torch, "DEVICE": device}
     exec(compile(program_to_source(program), "<fuzzed program>", "exec"), names)
     return names
 

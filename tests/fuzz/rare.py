@@ -1,11 +1,14 @@
 """Operations that a textbook model lacks and real ones have: other people's ops, autograd functions, factories that
-draw, gradients inside forward, leaves made inside a region, complex values, buffers.
+draw, gradients inside forward, leaves made inside a region, complex values, buffers, state that forward writes and reads.
 
 Total functions like those of ``operations``; pasted whole into a script whose program calls one of them.
 """
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -470,3 +473,83 @@ def running(x, buffer):
     with torch.no_grad():
         buffer.mul_(0.75).add_(x.float().mean().nan_to_num())
     return x + buffer.to(x.dtype)
+
+
+class Average(torch.nn.Module):
+    """A buffer that forward moves, as running statistics and codebooks do."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros((), device=device))
+        self.calls = 0
+
+    def forward(self, x):
+        before = self.mean.clone()
+        self.calls += 1
+        with torch.no_grad():
+            self.mean.mul_(0.5).add_(x.float().mean().nan_to_num())
+        return (x * before.to(x.dtype)).sin() * self.calls
+
+
+class State:
+    """What a model keeps beside its weights. A region that is recomputed must find it as its forward did, and change it once."""
+
+    def __init__(self, device):
+        self.calls = 0
+        self.history = []
+        self.table = {}
+        self.stack = [0.5, 1.5, 2.0]
+        self.last = None
+        self.dice = random.Random(3)
+        self.numbers = np.random.default_rng(3)
+        self.generator = torch.Generator(device=device).manual_seed(3)
+        self.average = Average(device)
+
+
+def state_counts(x, state):
+    state.calls += 1
+    return x.sin() * (1 + state.calls % 3)
+
+
+def state_appends(x, state):
+    state.history.append(len(state.history))
+    return (x + sum(state.history[-3:])).sin()
+
+
+def state_files(x, state):
+    state.table[f"entry {len(state.table) % 5}"] = len(state.table)
+    return (x * (1 + len(state.table))).sin()
+
+
+def state_turns(x, state):
+    state.stack.append(state.stack.pop(0))
+    return (x * state.stack[0]).sin()
+
+
+def state_remembers(x, state):
+    before, state.last = state.last, x.detach().float().mean().nan_to_num()
+    return x.sin() if before is None else (x * before.to(x.dtype)).sin()
+
+
+def state_averages(x, state):
+    return state.average(x)
+
+
+def state_draws(x, state):
+    return (x * torch.rand(x.shape, generator=state.generator, dtype=x.dtype, device=x.device)).sin()
+
+
+def state_throws(x, state):
+    return (x * state.dice.random()).sin()
+
+
+def state_samples(x, state):
+    return (x * float(state.numbers.random())).sin()
+
+
+def global_throws(x):
+    return (x * random.random()).sin()
+
+
+def global_samples(x):
+    return (x * float(np.random.rand())).sin()

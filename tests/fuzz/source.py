@@ -17,12 +17,12 @@ from typing import Any
 
 from fuzz import doors, harness, operations, rare
 from fuzz.program import BLOCKS, RECOMPUTED, THEIRS, Op, Policy, Program, Span, ops_of, to_json
-from fuzz.vocabulary import RARE, SPECS
+from fuzz.vocabulary import RARE, SPECS, STATE
 
 __all__ = ["program_to_script", "program_to_source"]
 
 _CHECKPOINTS = ("checkpoint", "checkpoint_wrapper")
-_RARE = frozenset(name for family in RARE.values() for name in family)
+_RARE = frozenset(name for family in (*RARE.values(), STATE) for name in family)
 _HELPERS_OF_RARE = " fit like own small two"
 _BORROWED = -1  # the root of constants and weights: nobody writes those
 
@@ -45,10 +45,11 @@ class Lowering:
         self.definitions: list[str] = []
         self._values = 0
         self._spans = 0
-        self._has_buffers = False
+        self._has_buffers = self._has_state = False
         kinds = {action.kind for actions in program.threads for action in actions}
         self._ticks = any(kind.startswith("fail") for kind in kinds) or len(program.threads) > 1
         self._is_shared = "both" in kinds
+        self._plans_error_in_replay = "fail_backward" in kinds
         self._takes_gradients = any(SPECS[op.name].takes_gradient for op in ops_of(program.body))
         # Torch's selective contexts serve one backward, and before 2.13 an error inside a replay leaves their modes behind.
         retains = any(action.retain for actions in program.threads for action in actions)
@@ -71,6 +72,7 @@ class Lowering:
         names = ", ".join(value.name for value in inputs)
         return [
             *["B = [torch.zeros((), device=DEVICE)]"] * self._has_buffers,
+            *["S = State(DEVICE)"] * self._has_state,
             *self.definitions,
             f"def model({names}):",
             *_indent([*lines, f"return [{', '.join(outs)}]"]),
@@ -92,6 +94,8 @@ class Lowering:
             (spec.is_random and self._is_parallel)
             or (not spec.is_shareable and self._is_shared)
             or (spec.takes_gradient and self._selective_depth > 0)
+            # Torch's own checkpoint, with which a run that fails inside a recompute is compared, would change it twice.
+            or (op.name in STATE and self._plans_error_in_replay)
         )
         name = "sin" if is_too_much else op.name
         spec = SPECS[name]
@@ -120,6 +124,9 @@ class Lowering:
         return ["tick()", line] if self._ticks else [line]
 
     def _weight(self, letter: str, ref: int) -> str:
+        if letter == "s":
+            self._has_state = True
+            return "S"
         if letter == "b":
             # What is recomputed changes its buffers twice, as torch documents; threads would change them in any order.
             self._has_buffers = True

@@ -10,7 +10,7 @@ import dataclasses
 
 from fuzz.operations import SPECS as KNOWN
 from fuzz.program import THEIRS
-from fuzz.vocabulary import RARE
+from fuzz.vocabulary import RARE, STATE
 
 __all__ = ["POLICIES", "TERRITORIES", "WIDE", "Territory"]
 
@@ -92,6 +92,7 @@ TERRITORIES: dict[str, Territory] = {
         name: Territory(families=_FAMILIES + (tuple(family),) * 8, policy_ops=_RARE_OPS)
         for name, family in RARE.items()
     },
+    "state": Territory(families=_FAMILIES + (tuple(STATE),) * 8, policy_ops=_RARE_OPS),
     "around": Territory(span_kinds=_SPAN_KINDS + _AROUND * 2),
     "theirs": Territory(span_kinds=_SPAN_KINDS + THEIRS * 3),
     "modules": Territory(rare_percent=50),

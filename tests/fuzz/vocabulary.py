@@ -7,7 +7,7 @@ from typing import Any
 from fuzz import operations, rare
 from fuzz.operations import Spec
 
-__all__ = ["FUNCTIONS", "RARE", "SPECS", "Spec"]
+__all__ = ["FUNCTIONS", "RARE", "SPECS", "STATE", "Spec"]
 
 _ONE = Spec()
 _PAIR = Spec(ins=2)
@@ -69,8 +69,27 @@ RARE: dict[str, dict[str, Spec]] = {
     },
 }
 
+_STATE = Spec(weights="s")
+_GLOBAL = Spec(is_random=True)
+
+STATE: dict[str, Spec] = {
+    "state_counts": _STATE,
+    "state_appends": _STATE,
+    "state_files": _STATE,
+    "state_turns": _STATE,
+    "state_remembers": _STATE,
+    "state_averages": _STATE,
+    "state_draws": _STATE,
+    "state_throws": _STATE,
+    "state_samples": _STATE,
+    "global_throws": _GLOBAL,
+    "global_samples": _GLOBAL,
+}
+"""State that forward writes and reads. Torch's own regions change it twice, so it is not among what every territory has."""
+
 SPECS: dict[str, Spec] = {**operations.SPECS}
 for _family in RARE.values():
     SPECS.update(_family)
+SPECS.update(STATE)
 
 FUNCTIONS: dict[str, Any] = {name: getattr(operations, name, None) or getattr(rare, name) for name in SPECS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -85,6 +86,7 @@ def checkpoint(
         raise TypeError(f"checkpoint: expected a module or a callable, got {function!r}")
     where = f"checkpoint of {label_of(function)}"
     options = {name: kwargs.pop(name) for name in _FRAMEWORK_KEYWORDS & kwargs.keys()}
+    keeps_random_state = options.get("preserve_rng_state", True)
     call = _Call(where, with_own_cache(function, args, kwargs), args, kwargs, is_flat=swap_inputs)
     if policy_fn is not None or swap_inputs:
         refuse_capture(where)
@@ -92,7 +94,7 @@ def checkpoint(
 
     def contexts() -> ContextPair:
         pairs = [] if context_fn is None else [context_fn()]
-        state = call.state(keeps_random_state=options.get("preserve_rng_state", True))
+        state = call.state(keeps_random_state=keeps_random_state)
         pairs.append((state, state.replay()))
         if policy_fn is not None:
             pairs.append(
@@ -103,12 +105,15 @@ def checkpoint(
         return _Nested(*(pair[0] for pair in pairs)), _Nested(*(pair[1] for pair in pairs))
 
     # Without gradients nothing is replayed. With ``debug`` torch takes no contexts, and says so where they were asked for.
-    if context_fn is not None or policy_fn is not None or (torch.is_grad_enabled() and not options.get("debug")):
-        options["context_fn"] = contexts
+    needs_contexts = context_fn is not None or policy_fn is not None
+    if needs_contexts or (torch.is_grad_enabled() and not options.get("debug")):
+        run = functools.partial(call.run, early_stop=early_stop, context_fn=contexts, **options)
+    else:
+        run = functools.partial(call.run, early_stop=early_stop, **options)
     if not swap_inputs:
-        return call.run(early_stop=early_stop, **options)
+        return run()
     with AsyncSaveOnCpu(swap_config=swap_config, where=f"inputs of {where}", position=position):
-        output = call.run(early_stop=early_stop, **options)
+        output = run()
     position.sequence = next_sequence()
     SwapManager().relieve()
     return output
