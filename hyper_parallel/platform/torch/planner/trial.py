@@ -177,6 +177,6 @@ class _OptimizerStops:
         if any(id(parameter) in self._parameters for parameter in held):
             raise PlanError(
                 f"{self._who}: the step calls {type(optimizer).__name__}.step(), and a trial step must not change weights. It "
-                "was stopped before anything changed: weights, optimizer states, gradients, buffers and random states are as they "
-                "were. Give a step that runs one forward and backward only, without an optimizer."
+                "was stopped before anything changed: weights, optimizer states, gradients, buffers and random states are as "
+                "they were. Give a step that runs one forward and backward only, without an optimizer."
             )
