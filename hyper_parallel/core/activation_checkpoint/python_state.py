@@ -243,36 +243,41 @@ def _random_source_of(value: Any) -> RandomSource | None:
 class PythonState:
     """What was noted for one forward."""
 
-    def __init__(self, is_foreign: Callable[[Any], bool]) -> None:
-        self._is_foreign = is_foreign  # tensors, modules and other objects that the caller looks after
+    def __init__(self) -> None:
         self._noted: list[_Noted] = []
         self._seen: dict[int, Any] = {}  # holds the objects while it exists, so that an id names one of them
 
-    def note(self, values: Iterable[Any], *, depth: int = 0) -> None:
-        """Note the state of these objects and of what they refer to."""
+    def note(self, values: Iterable[Any], *, is_foreign: Callable[[Any], bool], depth: int = 0) -> None:
+        """Note the state of these objects and of what they refer to.
+
+        ``is_foreign`` says which are tensors, modules and other objects that the caller looks after; they are not opened. It is
+        not kept: a method of the caller's would make a cycle that lives until a collection.
+        """
         for value in values:
             kind = type(value)
             if kind in _VALUES or depth > _DEEPEST or len(self._noted) >= _MOST_OBJECTS:
                 continue
             if kind is tuple:
-                self.note(value, depth=depth)
-            elif id(value) not in self._seen and not self._is_foreign(value):
+                self.note(value, is_foreign=is_foreign, depth=depth)
+            elif id(value) not in self._seen and not is_foreign(value):
                 self._seen[id(value)] = value
-                self._note_object(value, kind, depth)
+                inner = self._note_object(value, kind)
+                self.note(inner, is_foreign=is_foreign, depth=depth + 1)
 
-    def _note_object(self, value: Any, kind: type, depth: int) -> None:
+    def _note_object(self, value: Any, kind: type) -> tuple[Any, ...]:
+        """Note one object; the answer is what it refers to."""
         if kind in _CONTAINERS:
             self._noted.append(_Items(value))
-            self.note(value.values() if isinstance(value, dict) else tuple(value), depth=depth + 1)
-            return
+            return tuple(value.values() if isinstance(value, dict) else value)
         source = _random_source_of(value)
         if source is not None:
             self._noted.append(_Draws(value, source))
-            return
+            return ()
         names = getattr(value, "__dict__", None)
-        if type(names) is dict and not isinstance(value, type | enum.Enum):
-            self._noted.append(_Attributes(names))
-            self.note(tuple(names.values()), depth=depth + 1)
+        if type(names) is not dict or isinstance(value, type | enum.Enum):
+            return ()
+        self._noted.append(_Attributes(names))
+        return tuple(names.values())
 
     def note_names(self, names: dict[str, Any], *, always: tuple[str, ...] = ()) -> None:
         """Note the attributes of a module; those in ``always`` are put back even if forward leaves them alone."""
@@ -295,9 +300,6 @@ class PythonState:
         """Forward has ended: forget everything that it left alone."""
         self._noted = [noted for noted in self._noted if noted.keep_changes()]
         self._seen = {}
-        self._is_foreign = (
-            _is_anything  # the caller's method: holding it would be a cycle that lives until a collection
-        )
 
     def put_back(self) -> Undo:
         """Put the noted state in place for a replay; the answer restores what was there before."""
@@ -309,10 +311,6 @@ class PythonState:
             _undo(undone)
             raise
         return lambda: _undo(undone)
-
-
-def _is_anything(_: Any) -> bool:
-    return True
 
 
 def _undo(undone: list[Undo]) -> None:

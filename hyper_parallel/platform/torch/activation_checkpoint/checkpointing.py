@@ -94,14 +94,17 @@ def checkpoint(
 
     def contexts() -> ContextPair:
         pairs = [] if context_fn is None else [context_fn()]
-        state = call.state(keeps_random_state=keeps_random_state)
-        pairs.append((state, state.replay()))
+        state = call.state(keeps_random_state=keeps_random_state) if torch.is_grad_enabled() else None
+        if state is not None:
+            pairs.append((state, state.replay()))
         if policy_fn is not None:
             pairs.append(
                 create_selective_checkpoint_contexts(policy_fn, swap_config=swap_config, where=where, position=position)
             )
-        # Innermost: backward also reads the arguments of an op whose value the policy's replay hands out.
-        pairs.append((contextlib.nullcontext(), state.watch()))
+        if (
+            state is not None
+        ):  # innermost: backward also reads the arguments of an op whose value the policy's replay hands out
+            pairs.append((contextlib.nullcontext(), state.watch()))
         return _Nested(*(pair[0] for pair in pairs)), _Nested(*(pair[1] for pair in pairs))
 
     # Without gradients nothing is replayed. With ``debug`` torch takes no contexts, and says so where they were asked for.

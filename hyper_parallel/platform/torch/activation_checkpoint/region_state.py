@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
@@ -120,7 +121,7 @@ class RegionState:
         self.where = where
         self._roots = [*_objects_in(function), *arguments]
         self._keeps_random_state = keeps_random_state
-        self._python = PythonState(self._is_foreign)
+        self._python = PythonState()
         self._modules: dict[int, nn.Module] = {}
         self._places: list[_Place] = []
         self._seen: list[_Seen] = []
@@ -130,9 +131,12 @@ class RegionState:
     def __enter__(self) -> None:
         """Forward begins."""
         roots, self._roots = self._roots, []
-        self._python.note(roots)
-        for module in tuple(self._modules.values()):
-            self._note_module(module)
+        self._python.note(roots, is_foreign=self._is_foreign)
+        noted = 0
+        while noted < len(self._modules):  # a function that a module holds may close over another one
+            for module in tuple(self._modules.values())[noted:]:
+                noted += 1
+                self._note_module(module)
         self._copy_buffers()
         if self._keeps_random_state:
             self._python.note_global_draws()
@@ -182,7 +186,10 @@ class RegionState:
             if kind is torch.Tensor and key not in _MODULE_NAMES:
                 self._note_place(module, names, key, value)
             elif (kind is list or kind is dict or kind is set) and key not in _MODULE_NAMES:
-                self._python.note((value,), depth=3)  # its items, and not what they refer to
+                # Its items, and not what they refer to.
+                self._python.note((value,), is_foreign=self._is_foreign, depth=3)
+            elif kind is types.FunctionType and value.__closure__:
+                self._python.note(_objects_in(value), is_foreign=self._is_foreign)
             elif kind is torch.Generator:
                 self._is_foreign(value)
         for places in (module._parameters, module._buffers):
