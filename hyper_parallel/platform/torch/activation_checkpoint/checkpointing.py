@@ -1,4 +1,11 @@
-"""``checkpoint`` and ``swap`` on torch: torch's own non-reentrant checkpoint, with our contexts inside and our hooks outside."""
+"""``checkpoint`` and ``swap`` on torch: torch's own non-reentrant checkpoint, with our contexts inside and our hooks outside.
+
+Note: hooks around selective checkpointing
+    From 2.15 on torch's checkpoint wants to be told whether values that its own selective contexts save go through the hooks
+    around the call (``respect_saved_tensors_hooks``), and warns where it is not. Where the hooks are ours the answer is no, as
+    it was in every release before: a value that a policy saves stays on the device, and ``swap_inputs`` moves inputs alone.
+    Where the hooks are the caller's, and where the caller answers, torch's own meaning holds.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +26,7 @@ from hyper_parallel.platform.torch import compat
 from hyper_parallel.platform.torch.activation_checkpoint.devices import refuse_capture
 from hyper_parallel.platform.torch.activation_checkpoint.first_step import noted
 from hyper_parallel.platform.torch.activation_checkpoint.graph import next_sequence
-from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import AsyncSaveOnCpu, TensorPolicy
+from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import AsyncSaveOnCpu, TensorPolicy, unpack
 from hyper_parallel.platform.torch.activation_checkpoint.selective import create_selective_checkpoint_contexts
 
 __all__ = ["checkpoint", "framework_checkpoint", "label_of", "noop_context_fn", "swap"]
@@ -54,6 +61,12 @@ class _Both:
         self._outer = outer
         self._inner = inner
         self._stack: contextlib.ExitStack | None = None
+
+    def answer_for_hooks(self, respects_hooks: bool | None) -> None:
+        """Torch sets this on a selective context of its own; in here it would not find one."""
+        mode = compat.selective_mode(self._outer)
+        if mode is not None:
+            setattr(mode, compat.RESPECT_HOOKS, respects_hooks)
 
     def __enter__(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -147,11 +160,38 @@ def _run(
     if context_fn is None:
         output = framework_checkpoint(function, *args, early_stop=early_stop, **kwargs)
     else:
-        output = framework_checkpoint(function, *args, context_fn=context_fn, early_stop=early_stop, **kwargs)
+        contexts, options = _answering_for_hooks(context_fn, kwargs)
+        output = framework_checkpoint(function, *args, context_fn=contexts, early_stop=early_stop, **options)
     return noted(output, is_recomputed=True)
 
 
-_FRAMEWORK_KEYWORDS = frozenset({"use_reentrant", "preserve_rng_state", "determinism_check", "debug"})
+def _answering_for_hooks(
+    context_fn: Callable[[], ContextPair], kwargs: dict[str, Any]
+) -> tuple[Callable[[], ContextPair], dict[str, Any]]:
+    """The contexts and keywords of a call, with the answer that 2.15 asks for (see "hooks around selective checkpointing")."""
+    if not compat.TAKES_RESPECT_HOOKS:
+        return context_fn, kwargs
+    respects_hooks = kwargs.get(compat.RESPECT_HOOKS)
+    if respects_hooks is None and _are_ours(compat.hooks_around_checkpoint()):
+        respects_hooks = False
+
+    def contexts() -> ContextPair:
+        forward, replay = context_fn()
+        if isinstance(forward, _Both):
+            forward.answer_for_hooks(respects_hooks)
+        return forward, replay
+
+    return contexts, {**kwargs, compat.RESPECT_HOOKS: respects_hooks}
+
+
+def _are_ours(hooks: Any) -> bool:
+    return hooks is not None and hooks[1] is unpack
+
+
+_FRAMEWORK_KEYWORDS = frozenset(
+    {"use_reentrant", "preserve_rng_state", "determinism_check", "debug"}
+    | ({compat.RESPECT_HOOKS} if compat.TAKES_RESPECT_HOOKS else set())
+)
 
 
 class _FlatInputs:
