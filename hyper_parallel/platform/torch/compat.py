@@ -18,14 +18,18 @@ __all__ = [
     "all_gather_single",
     "reduce_scatter_single",
     "DTensor",
+    "RESPECT_HOOKS",
+    "TAKES_RESPECT_HOOKS",
     "OBJECT_OUTLIVES_STORAGE",
     "bare_op",
     "become",
     "checkpoint",
     "foreach_norm",
+    "hooks_around_checkpoint",
     "is_freed",
     "new_named_group",
     "run_eagerly",
+    "selective_mode",
     "set_local_tensor",
     "skip_in_compiler",
     "share_composable_state",
@@ -106,7 +110,22 @@ OBJECT_OUTLIVES_STORAGE = _object_outlives_storage()
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])
 
-_TAKES_EARLY_STOP = "early_stop" in inspect.signature(torch.utils.checkpoint.checkpoint).parameters
+_CHECKPOINT_OPTIONS = frozenset(inspect.signature(torch.utils.checkpoint.checkpoint).parameters)
+_TAKES_EARLY_STOP = "early_stop" in _CHECKPOINT_OPTIONS
+RESPECT_HOOKS = "respect_saved_tensors_hooks"
+TAKES_RESPECT_HOOKS = RESPECT_HOOKS in _CHECKPOINT_OPTIONS
+"""Whether torch's checkpoint can be told what hooks around it do with values that selective checkpointing saves (2.15)."""
+
+
+def hooks_around_checkpoint() -> Any:  # (pack, unpack) | None
+    """The hooks that torch's selective checkpointing would ask about a value it saves now; None where it asks nobody."""
+    find: Any = getattr(torch.utils.checkpoint, "_current_user_saved_tensors_hooks", None)
+    return None if find is None else find()
+
+
+def selective_mode(context: Any) -> Any:
+    """``context`` if it is torch's own selective mode and can be told about hooks, else None."""
+    return context if hasattr(context, RESPECT_HOOKS) else None
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, early_stop: bool = True, **kwargs: Any) -> Any:

@@ -369,7 +369,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Edit(
                 f"{TORCH}.saved_tensors:Packer.pack",
-                "detached = alias(tensor) if _has_modes() else tensor.detach()",
+                "detached = alias(tensor) if _has_modes() or is_below_counter() else tensor.detach()",
                 "detached = tensor",
             ),
         ),

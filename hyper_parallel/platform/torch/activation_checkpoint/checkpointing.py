@@ -1,4 +1,11 @@
-"""``checkpoint`` and ``swap`` on torch: torch's own non-reentrant checkpoint, with our contexts inside and our hooks outside."""
+"""``checkpoint`` and ``swap`` on torch: torch's own non-reentrant checkpoint, with our contexts inside and our hooks outside.
+
+Note: hooks around selective checkpointing
+    From 2.15 on torch's checkpoint wants to be told whether values that its own selective contexts save go through the hooks
+    around the call (``respect_saved_tensors_hooks``), and warns where it is not. Where the hooks are ours the answer is no, as
+    it was in every release before: a value that a policy saves stays on the device, and ``swap_inputs`` moves inputs alone.
+    Where the hooks are the caller's, and where the caller answers, torch's own meaning holds.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +29,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.devices import refuse_c
 from hyper_parallel.platform.torch.activation_checkpoint.first_step import noted
 from hyper_parallel.platform.torch.activation_checkpoint.graph import next_sequence
 from hyper_parallel.platform.torch.activation_checkpoint.region_state import RegionState
-from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import AsyncSaveOnCpu, TensorPolicy
+from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import AsyncSaveOnCpu, TensorPolicy, unpack
 from hyper_parallel.platform.torch.activation_checkpoint.selective import create_selective_checkpoint_contexts
 from hyper_parallel.platform.torch.activation_checkpoint.transformers_cache import with_own_cache
 
@@ -57,6 +64,13 @@ class _Nested:
     def __init__(self, *contexts: Any) -> None:
         self._contexts = contexts
         self._entered: dict[int, list[contextlib.ExitStack]] = {}
+
+    def answer_for_hooks(self, respects_hooks: bool | None) -> None:
+        """Torch sets this on a selective context of its own; in here it would not find one."""
+        for context in self._contexts:
+            mode = compat.selective_mode(context)
+            if mode is not None:
+                setattr(mode, compat.RESPECT_HOOKS, respects_hooks)
 
     def __enter__(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -101,9 +115,8 @@ def checkpoint(
             pairs.append(
                 create_selective_checkpoint_contexts(policy_fn, swap_config=swap_config, where=where, position=position)
             )
-        if (
-            state is not None
-        ):  # innermost: backward also reads the arguments of an op whose value the policy's replay hands out
+        if state is not None:
+            # Innermost: backward also reads the arguments of an op whose value the policy's replay hands out.
             pairs.append((contextlib.nullcontext(), state.watch()))
         return _Nested(*(pair[0] for pair in pairs)), _Nested(*(pair[1] for pair in pairs))
 
@@ -122,7 +135,33 @@ def checkpoint(
     return output
 
 
-_FRAMEWORK_KEYWORDS = frozenset({"use_reentrant", "preserve_rng_state", "determinism_check", "debug"})
+def _answering_for_hooks(
+    context_fn: Callable[[], ContextPair], options: dict[str, Any]
+) -> tuple[Callable[[], ContextPair], dict[str, Any]]:
+    """The contexts and options of a call, with the answer that 2.15 asks for (see "hooks around selective checkpointing")."""
+    if not compat.TAKES_RESPECT_HOOKS:
+        return context_fn, options
+    respects_hooks = options.get(compat.RESPECT_HOOKS)
+    if respects_hooks is None and _are_ours(compat.hooks_around_checkpoint()):
+        respects_hooks = False
+
+    def contexts() -> ContextPair:
+        forward, replay = context_fn()
+        if isinstance(forward, _Nested):
+            forward.answer_for_hooks(respects_hooks)
+        return forward, replay
+
+    return contexts, {**options, compat.RESPECT_HOOKS: respects_hooks}
+
+
+def _are_ours(hooks: Any) -> bool:
+    return hooks is not None and hooks[1] is unpack
+
+
+_FRAMEWORK_KEYWORDS = frozenset(
+    {"use_reentrant", "preserve_rng_state", "determinism_check", "debug"}
+    | ({compat.RESPECT_HOOKS} if compat.TAKES_RESPECT_HOOKS else set())
+)
 
 
 class _Call:
@@ -155,6 +194,9 @@ class _Call:
     def run(self, **options: Any) -> Any:
         """Run it under torch's checkpoint. The arguments are torch's from here on."""
         args, self._args = self._args, ()
+        if "context_fn" in options:
+            context_fn, options = _answering_for_hooks(options.pop("context_fn"), options)
+            options["context_fn"] = context_fn
         output = framework_checkpoint(self._function, *args, **options, **self._kwargs)
         return noted(output, is_recomputed=True)
 

@@ -29,6 +29,7 @@ from hyper_parallel.platform.torch.activation_checkpoint.storages import (
     ViewSpec,
     alias,
     flat_bytes,
+    is_below_counter,
     is_changed_piece,
     is_copied_by_bytes,
     is_parameter_derived,
@@ -114,7 +115,7 @@ class Packer:
         if nbytes < self._min_bytes and self._policy_fn is None:
             self._small_bytes += nbytes
             self._small_count += 1
-            detached = alias(tensor) if _has_modes() else tensor.detach()
+            detached = alias(tensor) if _has_modes() or is_below_counter() else tensor.detach()
             return Kept(detached, detached._version, self.where)
         return self._pack_plain(tensor, storage, nbytes)
 

@@ -12,7 +12,8 @@ Note: counters of their own
 
 Note: below the counter
     A dispatch mode runs below the kernels that share and bump version counters, so an alias made there has a counter of
-    its own. ``_ADINPLACE`` is let in again for the moment in which a mode makes an alias.
+    its own. ``_ADINPLACE`` is let in again for the moment in which a mode makes an alias. A pack hook may be called from there
+    too: from 2.15 on, torch's selective mode hands it the values that it saves.
 
 Note: bytes without data
     A storage may report bytes and have no memory behind them: a ``ZeroTensor`` (what forward-mode differentiation uses for a
@@ -34,6 +35,7 @@ __all__ = [
     "ViewSpec",
     "alias",
     "flat_bytes",
+    "is_below_counter",
     "is_changed_piece",
     "is_copied_by_bytes",
     "is_parameter_derived",
@@ -74,6 +76,11 @@ class unseen:
         self._guard.__exit__(*exc)
 
 
+def is_below_counter() -> bool:
+    """Whether an alias made here, by a plain ``detach``, would have a version counter of its own."""
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(_ADINPLACE)
+
+
 def alias(tensor: torch.Tensor, *, is_below_autograd: bool = False) -> torch.Tensor:
     """A second tensor over the same bytes and the same version counter; never the tensor itself.
 
@@ -81,7 +88,7 @@ def alias(tensor: torch.Tensor, *, is_below_autograd: bool = False) -> torch.Ten
     """
     if type(tensor) not in _PLAIN:
         return tensor.detach()  # a subclass answers for itself; regions do not count a detach
-    if not is_below_autograd:
+    if not is_below_autograd and not is_below_counter():
         if not torch._C._len_torch_dispatch_stack():
             return tensor.detach()
         with torch._C._DisableTorchDispatch():
