@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import collections
 import enum
+import itertools
 import operator
 import random
 import sys
@@ -57,112 +58,96 @@ class _Noted(Protocol):
         """Put the noted state in place; the answer restores what was there."""
 
 
-class _Attributes:
-    """The names of one object's ``__dict__``, or of a module's."""
+class _Names:
+    """The names of one object's ``__dict__``, of a module's, or the items of a dict."""
 
-    __slots__ = ("_always", "_before", "_is_open", "_names")
+    __slots__ = ("_before", "_first", "_is_open", "_names")
 
-    def __init__(self, names: dict[str, Any], always: tuple[str, ...] = ()) -> None:
+    def __init__(self, names: dict[Any, Any]) -> None:
         self._names = names
-        self._before = dict(names)
-        self._always = always  # put back even if forward did not change them
+        self._before = dict(names)  # all of it; after forward, see ``_first``
+        self._first = (
+            -1
+        )  # 0 or more: of so many names ``_before`` has those that forward changed, and forward added the rest
         self._is_open = True
 
-    def _changed(self) -> dict[str, Any]:
-        before, now = self._before, self._names
-        if len(before) == len(now) and all(map(operator.is_, before.values(), now.values())):
-            changed = {}
-        else:
-            names = {*before, *now}
-            changed = {
-                name: before.get(name, _MISSING)
-                for name in names
-                if before.get(name, _MISSING) is not now.get(name, _MISSING)
-            }
-        for name in self._always:
-            if name in before:
-                changed[name] = before[name]
-        return changed
-
     def keep_changes(self) -> bool:
-        if self._is_open:
-            self._before = self._changed()
-            self._is_open = False
-        return bool(self._before)
+        if not self._is_open:
+            return True
+        self._is_open = False
+        before, now = self._before, self._names
+        has_all = len(before) <= len(now) and all(map(operator.is_, before, now))
+        if has_all and len(before) == len(now) and all(map(operator.is_, before.values(), now.values())):
+            return False
+        if has_all:  # what was there and is unchanged need not be held
+            self._first = len(before)
+            self._before = {name: value for name, value in before.items() if now[name] is not value}
+        return True
 
     def put_back(self) -> Undo:
-        wanted = self._changed() if self._is_open else self._before
-        now = {name: self._names.get(name, _MISSING) for name in wanted}
-        self._set(wanted)
-        return lambda: self._set(now)
+        names, now = self._names, dict(self._names)
+        if self._first < 0:
+            wanted = self._before
+        else:
+            wanted = dict(itertools.islice(now.items(), self._first))
+            wanted.update(self._before)
+        _restore(names, wanted)
+        return lambda: _restore(names, now)
 
-    def _set(self, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            if value is _MISSING:
-                self._names.pop(name, None)
-            else:
-                self._names[name] = value
+
+def _restore(names: dict[Any, Any], wanted: dict[Any, Any]) -> None:
+    """Make ``names`` equal to ``wanted``, in its order. A dict in use, such as a module's, is never emptied for that."""
+    for name in [name for name in names if name not in wanted]:
+        del names[name]
+    is_ordered = all(map(operator.is_, names, wanted)) and len(names) == len(wanted)
+    for name, value in wanted.items():
+        if not is_ordered:
+            names.pop(name, None)
+            names[name] = value
+        elif names[name] is not value:
+            names[name] = value
 
 
 class _Items:
-    """The items of one list, dict, set or deque."""
+    """The items of one list, set or deque."""
 
     __slots__ = ("_before", "_first", "_is_open", "_items")
 
     def __init__(self, items: Any) -> None:
         self._items = items
-        self._before: list[Any] | None = _flat(items)  # None: forward only appended, see ``_first``
+        self._before: tuple[Any, ...] | None = tuple(items)  # None: forward only appended, see ``_first``
         self._first = len(items)
         self._is_open = True
 
-    def _is_same(self) -> bool:
-        return self._before is not None and _identical(self._before, _flat(self._items))
-
     def keep_changes(self) -> bool:
-        if self._is_open:
-            self._is_open = False
-            now = _flat(self._items)
-            assert self._before is not None, "noted"
-            if _identical(self._before, now):
-                self._before, self._first = None, -1
-            elif not isinstance(self._items, set) and _identical(self._before, now[: self._first]):
+        if not self._is_open:
+            return True
+        self._is_open = False
+        before, now = self._before, tuple(self._items)
+        assert before is not None, "noted"
+        if len(before) <= len(now) and all(map(operator.is_, before, now)):
+            if len(before) == len(now):
+                return False
+            if not isinstance(self._items, set):
                 self._before = None  # what was there before need not be held
-        return self._before is not None or self._first >= 0
+        return True
 
     def put_back(self) -> Undo:
-        now = _flat(self._items)
-        wanted = now[: self._first] if self._before is None else self._before
-        if _identical(wanted, now):
-            return lambda: _refill(self._items, now)
-        _refill(self._items, wanted)
-        return lambda: _refill(self._items, now)
+        items, now = self._items, tuple(self._items)
+        _fill(items, now[: self._first] if self._before is None else self._before)
+        return lambda: _fill(items, now)
 
 
-def _flat(items: Any) -> list[Any]:
-    return list(items.items()) if isinstance(items, dict) else list(items)
-
-
-def _identical(one: list[Any], two: list[Any]) -> bool:
-    if len(one) != len(two):
-        return False
-    for left, right in zip(one, two):
-        if left is right:
-            continue
-        is_pair = type(left) is tuple and type(right) is tuple and len(left) == len(right) == 2
-        if not is_pair or left[0] is not right[0] or left[1] is not right[1]:
-            return False
-    return True
-
-
-def _refill(items: Any, content: list[Any]) -> None:
+def _fill(items: Any, wanted: tuple[Any, ...]) -> None:
     items.clear()
-    if isinstance(items, list | collections.deque):
-        items.extend(content)
+    if isinstance(items, set):
+        items.update(wanted)
     else:
-        items.update(content)
+        items.extend(wanted)
 
 
-_CONTAINERS: Final = frozenset({list, dict, set, collections.deque, collections.defaultdict, collections.OrderedDict})
+_DICTS: Final = frozenset({dict, collections.defaultdict, collections.OrderedDict})
+_SEQUENCES: Final = frozenset({list, set, collections.deque})
 
 
 class _Draws:
@@ -229,10 +214,11 @@ _NUMPY_GENERATOR: Final = _NumpyGenerator()
 
 
 def _random_source_of(value: Any) -> RandomSource | None:
+    package = type(value).__module__.partition(".")[0]
     if isinstance(value, random.Random):
         return None if isinstance(value, random.SystemRandom) else _PYTHON_RANDOM
-    numpy_random = getattr(sys.modules.get("numpy"), "random", None)
-    if numpy_random is not None:
+    if package == "numpy":
+        numpy_random = sys.modules["numpy"].random
         if isinstance(value, numpy_random.Generator):
             return _NUMPY_GENERATOR
         if isinstance(value, numpy_random.RandomState):
@@ -266,9 +252,12 @@ class PythonState:
 
     def _note_object(self, value: Any, kind: type) -> tuple[Any, ...]:
         """Note one object; the answer is what it refers to."""
-        if kind in _CONTAINERS:
+        if kind in _DICTS:
+            self._noted.append(_Names(value))
+            return tuple(value.values())
+        if kind in _SEQUENCES:
             self._noted.append(_Items(value))
-            return tuple(value.values() if isinstance(value, dict) else value)
+            return tuple(value)
         source = _random_source_of(value)
         if source is not None:
             self._noted.append(_Draws(value, source))
@@ -276,12 +265,16 @@ class PythonState:
         names = getattr(value, "__dict__", None)
         if type(names) is not dict or isinstance(value, type | enum.Enum):
             return ()
-        self._noted.append(_Attributes(names))
+        self._noted.append(_Names(names))
         return tuple(names.values())
 
-    def note_names(self, names: dict[str, Any], *, always: tuple[str, ...] = ()) -> None:
-        """Note the attributes of a module; those in ``always`` are put back even if forward leaves them alone."""
-        self._noted.append(_Attributes(names, always))
+    def note_names(self, names: dict[str, Any]) -> None:
+        """Note the names of one ``__dict__``, and nothing that they refer to."""
+        self._noted.append(_Names(names))
+
+    def note_items(self, items: Any) -> None:
+        """Note the items of one list, dict or set, and nothing that they refer to."""
+        self._noted.append(_Names(items) if isinstance(items, dict) else _Items(items))
 
     def note_source(self, source: Any, how: RandomSource) -> None:
         """Note a random source of a framework."""

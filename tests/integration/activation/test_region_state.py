@@ -364,10 +364,12 @@ class OwnGenerator(Block):
     def __init__(self) -> None:
         super().__init__()
         self.source = random.Random(7)
+        self.numbers = np.random.default_rng(7)
 
     def middle(self, x: torch.Tensor) -> torch.Tensor:
         generator = self.__dict__.setdefault("generator", torch.Generator().manual_seed(7))
-        return x * torch.rand(WIDTH, generator=generator).exp()
+        factor = self.source.random() + float(self.numbers.random())
+        return x * torch.rand(WIDTH, generator=generator).exp() * factor
 
 
 def test_a_generator_of_the_module_draws_the_same_again(way: dict[str, Any]) -> None:

@@ -18,14 +18,17 @@ In reach are the modules and objects that the function is, is bound to or closes
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
+import random
 import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -48,6 +51,10 @@ _MODULE_NAMES: Final = frozenset(vars(nn.Module()))
 _ENGINES: Final = ("torch.distributed", "deepspeed", "fairscale", "accelerate")
 """Modules of these packages change their own attributes in a replay, and count on it."""
 
+_RANDOM_SOURCES: Final = (random.Random, np.random.Generator, np.random.RandomState)
+_NOTED_KINDS: Final = frozenset(
+    {torch.Tensor, types.FunctionType, list, dict, set, collections.deque, torch.Generator, *_RANDOM_SOURCES}
+)
 _LEFT_ALONE: Final = frozenset(
     {"torch", "hyper_parallel"}
 )  # objects of these packages have no state that forward reads
@@ -123,6 +130,7 @@ class RegionState:
         self._keeps_random_state = keeps_random_state
         self._python = PythonState()
         self._modules: dict[int, nn.Module] = {}
+        self._flags: list[tuple[nn.Module, bool]] = []  # whether each module trained
         self._places: list[_Place] = []
         self._seen: list[_Seen] = []
 
@@ -177,25 +185,33 @@ class RegionState:
                 stack.extend(child for child in module._modules.values() if child is not None)
 
     def _note_module(self, module: nn.Module) -> None:
-        if type(module).__module__.startswith(_ENGINES):
+        package = type(module).__module__
+        if package.startswith(_ENGINES):
             return
+        self._flags.append((module, module.training))
+        if not package.startswith("torch.nn.modules."):  # whose classes write no attribute in forward
+            self._note_attributes(module)
+        for places in (module._parameters, module._buffers):
+            if places:
+                for key, value in places.items():
+                    if value is not None and type(value) in _PLAIN:
+                        self._note_place(module, places, key, value)
+
+    def _note_attributes(self, module: nn.Module) -> None:
         names = module.__dict__
-        self._python.note_names(names, always=("training",))
+        self._python.note_names(names)
         for key, value in names.items():
             kind = type(value)
-            if kind is torch.Tensor and key not in _MODULE_NAMES:
+            if kind not in _NOTED_KINDS or key in _MODULE_NAMES:
+                continue
+            if kind is torch.Tensor:
                 self._note_place(module, names, key, value)
-            elif (kind is list or kind is dict or kind is set) and key not in _MODULE_NAMES:
-                # Its items, and not what they refer to.
-                self._python.note((value,), is_foreign=self._is_foreign, depth=3)
-            elif kind is types.FunctionType and value.__closure__:
+            elif kind is types.FunctionType:
                 self._python.note(_objects_in(value), is_foreign=self._is_foreign)
-            elif kind is torch.Generator:
-                self._is_foreign(value)
-        for places in (module._parameters, module._buffers):
-            for key, value in places.items():
-                if value is not None and type(value) in _PLAIN:
-                    self._note_place(module, places, key, value)
+            elif kind is torch.Generator or kind in _RANDOM_SOURCES:
+                self._python.note((value,), is_foreign=self._is_foreign)
+            else:
+                self._python.note_items(value)
 
     def _note_place(self, module: nn.Module, names: dict[str, Any], key: str, tensor: torch.Tensor) -> None:
         if not tensor.is_inference():
@@ -223,6 +239,9 @@ class RegionState:
     def put_back(self) -> Callable[[], None]:
         """Put forward's state in place. The answer restores what is there now."""
         undo_python = self._python.put_back()
+        switched = [(module, trained) for module, trained in self._flags if module.training is not trained]
+        for module, trained in switched:
+            module.training = trained
         displaced: list[tuple[dict[str, Any], str, Any]] = []
         for place in self._places:
             now = place.names.get(place.key)
@@ -235,6 +254,8 @@ class RegionState:
         def undo() -> None:
             for names, key, now in reversed(displaced):
                 names[key] = now
+            for module, trained in switched:
+                module.training = not trained
             undo_python()
 
         return undo
