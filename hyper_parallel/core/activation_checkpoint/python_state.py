@@ -16,15 +16,16 @@ from __future__ import annotations
 
 import collections
 import enum
+import functools
 import itertools
 import operator
 import random
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, Protocol
 
-__all__ = ["PythonState", "RandomSource"]
+__all__ = ["PythonState", "RandomSource", "objects_in"]
 
 _MISSING: Final = object()
 _DEEPEST: Final = 4
@@ -61,10 +62,11 @@ class _Noted(Protocol):
 class _Names:
     """The names of one object's ``__dict__``, of a module's, or the items of a dict."""
 
-    __slots__ = ("_before", "_first", "_is_open", "_names")
+    __slots__ = ("_before", "_first", "_is_open", "_left_out", "_names")
 
-    def __init__(self, names: dict[Any, Any]) -> None:
+    def __init__(self, names: dict[Any, Any], left_out: frozenset[str] = frozenset()) -> None:
         self._names = names
+        self._left_out = left_out  # what these names hold is neither noted nor put back
         self._before = dict(names)  # all of it; after forward, see ``_first``
         self._first = (
             -1
@@ -76,6 +78,8 @@ class _Names:
             return True
         self._is_open = False
         before, now = self._before, self._names
+        if self._left_out:
+            before.update((name, now[name]) for name in self._left_out if name in now)
         has_all = len(before) <= len(now) and all(map(operator.is_, before, now))
         if has_all and len(before) == len(now) and all(map(operator.is_, before.values(), now.values())):
             return False
@@ -87,10 +91,11 @@ class _Names:
     def put_back(self) -> Undo:
         names, now = self._names, dict(self._names)
         if self._first < 0:
-            wanted = self._before
+            wanted = dict(self._before)
         else:
             wanted = dict(itertools.islice(now.items(), self._first))
             wanted.update(self._before)
+        wanted.update((name, now[name]) for name in self._left_out if name in now)
         _restore(names, wanted)
         return lambda: _restore(names, now)
 
@@ -229,7 +234,8 @@ def _random_source_of(value: Any) -> RandomSource | None:
 class PythonState:
     """What was noted for one forward."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_random_state: bool = True) -> None:
+        self._keeps_random_state = keeps_random_state  # False: random sources go on from where they are
         self._noted: list[_Noted] = []
         self._seen: dict[int, Any] = {}  # holds the objects while it exists, so that an id names one of them
 
@@ -260,7 +266,8 @@ class PythonState:
             return tuple(value)
         source = _random_source_of(value)
         if source is not None:
-            self._noted.append(_Draws(value, source))
+            if self._keeps_random_state:
+                self._noted.append(_Draws(value, source))
             return ()
         names = getattr(value, "__dict__", None)
         if type(names) is not dict or isinstance(value, type | enum.Enum):
@@ -268,9 +275,9 @@ class PythonState:
         self._noted.append(_Names(names))
         return tuple(names.values())
 
-    def note_names(self, names: dict[str, Any]) -> None:
-        """Note the names of one ``__dict__``, and nothing that they refer to."""
-        self._noted.append(_Names(names))
+    def note_names(self, names: dict[str, Any], *, left_out: frozenset[str] = frozenset()) -> None:
+        """Note the names of one ``__dict__`` but those in ``left_out``, and nothing that they refer to."""
+        self._noted.append(_Names(names, left_out))
 
     def note_items(self, items: Any) -> None:
         """Note the items of one list, dict or set, and nothing that they refer to."""
@@ -278,7 +285,7 @@ class PythonState:
 
     def note_source(self, source: Any, how: RandomSource) -> None:
         """Note a random source of a framework."""
-        if id(source) not in self._seen:
+        if self._keeps_random_state and id(source) not in self._seen:
             self._seen[id(source)] = source
             self._noted.append(_Draws(source, how))
 
@@ -309,3 +316,28 @@ class PythonState:
 def _undo(undone: list[Undo]) -> None:
     while undone:
         undone.pop()()
+
+
+def objects_in(function: Any, is_module: Callable[[Any], bool]) -> Iterator[Any]:
+    """The modules and objects that a function can reach without a global name."""
+    if is_module(function):
+        yield function
+        return
+    if isinstance(function, functools.partial):
+        yield from objects_in(function.func, is_module)
+        yield from function.args
+        yield from function.keywords.values()
+        return
+    owner = getattr(function, "__self__", None)
+    if owner is not None:
+        yield owner
+    is_ours = str(getattr(function, "__module__", "")).startswith("hyper_parallel.")
+    for cell in getattr(getattr(function, "__func__", function), "__closure__", None) or ():
+        try:
+            value = cell.cell_contents
+        except ValueError:  # not bound yet
+            continue
+        if callable(value) and not is_module(value):
+            yield from objects_in(value, is_module)
+        elif not is_ours or is_module(value):
+            yield value

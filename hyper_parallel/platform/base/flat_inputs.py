@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from hyper_parallel.platform.base.trees import tree_map
 
-__all__ = ["FlatInputs", "Reassembled", "needs_layout"]
+__all__ = ["FlatInputs", "Reassembled", "RegionCall", "needs_layout"]
 
 _COPIED_ITERATORS: Final = frozenset(
     {type(iter([])), type(iter(())), type(iter(range(0))), type(iter(range(1 << 70))), type(iter("")), type(iter(b"")),
@@ -37,6 +37,46 @@ def needs_layout(values: Any, is_tensor: Callable[[Any], bool], *, takes_tensors
         elif isinstance(value, list | tuple | dict | set | frozenset | Iterator) or dataclasses.is_dataclass(value):
             return True
     return False
+
+
+class RegionCall:
+    """One call of a region, laid out for a framework's checkpoint: ``function(*args, **kwargs)`` is what it runs."""
+
+    def __init__(
+        self,
+        where: str,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: dict[str, Any],
+        *,
+        is_tensor: Callable[[Any], bool],
+        is_flat: bool,
+    ) -> None:
+        self.where = where
+        self.region = function  # the user's own
+        self.function: Callable[..., Any]
+        self.args: Any
+        if (
+            is_flat
+            or needs_layout(args, is_tensor, takes_tensors=False)
+            or needs_layout(kwargs.values(), is_tensor, takes_tensors=True)
+        ):
+            inputs = FlatInputs(function, args, kwargs, is_tensor=is_tensor, where=where)
+            self.function, self.args, self.kwargs = inputs.call, tuple(inputs.tensors), {}
+            self.objects = inputs.others  # those among the arguments that may have a state
+        else:
+            self.function, self.args, self.kwargs = function, tuple(args), kwargs
+            self.objects = [value for value in (*args, *kwargs.values()) if not is_tensor(value)]
+
+    def take_objects(self) -> list[Any]:
+        """The objects among the arguments, which nothing here holds from now on."""
+        objects, self.objects = self.objects, []
+        return objects
+
+    def take_args(self) -> Any:
+        """The positional arguments, which nothing here holds from now on."""
+        args, self.args = self.args, ()
+        return args
 
 
 class FlatInputs:

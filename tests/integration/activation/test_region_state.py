@@ -290,6 +290,27 @@ def test_attributes_and_lists_of_a_module_change_once(way: dict[str, Any]) -> No
     compare(Counting(), way, step)
 
 
+@pytest.mark.parametrize("inner", [hp.swap_wrapper, hp.checkpoint_wrapper])
+def test_attributes_behind_a_wrapper_in_the_region_change_once(way: dict[str, Any], inner: Callable[..., Any]) -> None:
+    def step(model: nn.Module) -> Any:
+        return backward(model), model[1].calls, model[1].history
+
+    compare(nn.Sequential(nn.Linear(WIDTH, WIDTH), inner(Counting()), nn.Linear(WIDTH, WIDTH), nn.Sigmoid()), way, step)
+
+
+def test_a_module_in_a_list_of_a_module_is_in_reach(way: dict[str, Any]) -> None:
+    class Listed(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden = [Counting()]
+
+        def middle(self, x: torch.Tensor) -> torch.Tensor:
+            hidden: torch.Tensor = self.hidden[0].middle(x)
+            return hidden
+
+    compare(Listed(), way, lambda model: [backward(model), backward(model), model.hidden[0].calls])
+
+
 def test_two_forwards_before_two_backwards_read_their_own_state(way: dict[str, Any]) -> None:
     def step(model: nn.Module) -> Any:
         inputs = [batch(1), batch(2)]
@@ -374,6 +395,21 @@ class OwnGenerator(Block):
 
 def test_a_generator_of_the_module_draws_the_same_again(way: dict[str, Any]) -> None:
     compare(OwnGenerator(), way, lambda model: [backward(model), backward(model)])
+
+
+@pytest.mark.parametrize("name", ["torch.Generator", "random.Random", "numpy Generator"])
+def test_a_random_source_of_the_module_draws_the_same_again(way: dict[str, Any], name: str) -> None:
+    draw, make = DRAWS[name]
+
+    class OwnSource(Block):
+        def middle(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * x).exp() * draw(self.source)
+
+    def step(model: nn.Module) -> Any:
+        model.source = make()
+        return backward(model), backward(model), draw(model.source)
+
+    compare(OwnSource(), way, step)
 
 
 def test_a_kept_draw_leaves_a_users_generator_in_step() -> None:

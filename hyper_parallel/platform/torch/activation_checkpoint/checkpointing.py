@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -22,7 +20,8 @@ from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.record import Position
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import PolicyError
-from hyper_parallel.platform.base.flat_inputs import FlatInputs, needs_layout
+from hyper_parallel.platform.base.contexts import Nested
+from hyper_parallel.platform.base.flat_inputs import RegionCall
 from hyper_parallel.platform.eager import EAGER_REASON
 from hyper_parallel.platform.torch import compat
 from hyper_parallel.platform.torch.activation_checkpoint.devices import refuse_capture
@@ -58,30 +57,15 @@ def framework_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any
     return compat.checkpoint(function, *args, **kwargs)
 
 
-class _Nested:
-    """Several contexts as one, the first outermost. Several threads may be inside at once: each leaves what it entered."""
-
-    def __init__(self, *contexts: Any) -> None:
-        self._contexts = contexts
-        self._entered: dict[int, list[contextlib.ExitStack]] = {}
+class _Nested(Nested):
+    """Several contexts as one, which may hold a selective context of torch's own."""
 
     def answer_for_hooks(self, respects_hooks: bool | None) -> None:
         """Torch sets this on a selective context of its own; in here it would not find one."""
-        for context in self._contexts:
+        for context in self.contexts:
             mode = compat.selective_mode(context)
             if mode is not None:
                 setattr(mode, compat.RESPECT_HOOKS, respects_hooks)
-
-    def __enter__(self) -> None:
-        with contextlib.ExitStack() as stack:
-            for context in self._contexts:
-                stack.enter_context(context)
-            self._entered.setdefault(threading.get_ident(), []).append(stack.pop_all())
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return self._entered[threading.get_ident()].pop().__exit__(kind, error, trace)
 
 
 @compat.run_eagerly(EAGER_REASON)
@@ -101,7 +85,7 @@ def checkpoint(
     where = f"checkpoint of {label_of(function)}"
     options = {name: kwargs.pop(name) for name in _FRAMEWORK_KEYWORDS & kwargs.keys()}
     keeps_random_state = options.get("preserve_rng_state", True)
-    call = _Call(where, with_own_cache(function, args, kwargs), args, kwargs, is_flat=swap_inputs)
+    call = _Call(where, with_own_cache(function, args, kwargs), args, kwargs, is_tensor=_is_tensor, is_flat=swap_inputs)
     if policy_fn is not None or swap_inputs:
         refuse_capture(where)
     position = Position(next_sequence())
@@ -164,40 +148,23 @@ _FRAMEWORK_KEYWORDS = frozenset(
 )
 
 
-class _Call:
+class _Call(RegionCall):
     """One call of a region, laid out for torch's checkpoint.
 
     Torch's checkpoint looks after the tensors among its positional arguments alone: it saves them, checks their versions, and
     keeps the random states of their devices. Tensors that come otherwise are passed by position too.
     """
 
-    def __init__(
-        self, where: str, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], *, is_flat: bool
-    ) -> None:
-        self._where = where
-        self._function, self._args, self._kwargs = function, tuple(args), kwargs
-        self._objects = [value for value in (*args, *kwargs.values()) if not _is_tensor(value)]  # they may have a state
-        if (
-            is_flat
-            or needs_layout(args, _is_tensor, takes_tensors=False)
-            or needs_layout(kwargs.values(), _is_tensor, takes_tensors=True)
-        ):
-            inputs = FlatInputs(function, args, kwargs, is_tensor=_is_tensor, where=where)
-            self._function, self._args, self._kwargs = inputs.call, tuple(inputs.tensors), {}
-            self._objects = inputs.others
-
     def state(self, *, keeps_random_state: bool) -> RegionState:
         """What gives a replay the state that forward found."""
-        objects, self._objects = self._objects, []
-        return RegionState(self._where, self._function, objects, keeps_random_state=keeps_random_state)
+        return RegionState(self.where, self.region, self.take_objects(), keeps_random_state=keeps_random_state)
 
     def run(self, **options: Any) -> Any:
         """Run it under torch's checkpoint. The arguments are torch's from here on."""
-        args, self._args = self._args, ()
         if "context_fn" in options:
             context_fn, options = _answering_for_hooks(options.pop("context_fn"), options)
             options["context_fn"] = context_fn
-        output = framework_checkpoint(self._function, *args, **options, **self._kwargs)
+        output = framework_checkpoint(self.function, *self.take_args(), **options, **self.kwargs)
         return noted(output, is_recomputed=True)
 
 
