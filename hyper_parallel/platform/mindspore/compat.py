@@ -28,6 +28,7 @@ __all__ = [
     "init_with_store",
     "is_recording",
     "no_grad",
+    "normalisation_cells",
     "on_buffer_registration",
     "op_seeds",
     "pop_saved_tensors_hooks",
@@ -109,6 +110,14 @@ def no_grad() -> Any:  # a context manager
     import mindspore
 
     return mindspore._no_grad()
+
+
+def normalisation_cells() -> tuple[type[Any], ...]:
+    """The classes of cells that keep moving statistics. Their ops write them unseen."""
+    from mindspore.mint.nn.layer import normalization as of_mint
+    from mindspore.nn.layer import normalization as of_nn
+
+    return of_nn._BatchNorm, of_nn._InstanceNorm, of_mint._NormBase
 
 
 def tensor_transform() -> Any:  # mindspore._c_expression.TensorTransform

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Final
 
 import mindspore
@@ -13,11 +12,13 @@ from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.policy import ByOpName
 from hyper_parallel.core.activation_checkpoint.record import Position
 from hyper_parallel.errors import PolicyError
-from hyper_parallel.platform.base.trees import tree_map
+from hyper_parallel.platform.base.contexts import Nested, Replay
+from hyper_parallel.platform.base.flat_inputs import RegionCall
 from hyper_parallel.platform.mindspore import compat
-from hyper_parallel.platform.mindspore.activation_checkpoint.draws import Drawing, DrawingAgain
+from hyper_parallel.platform.mindspore.activation_checkpoint.draws import Drawing
 from hyper_parallel.platform.mindspore.activation_checkpoint.first_step import noted
 from hyper_parallel.platform.mindspore.activation_checkpoint.graph import next_sequence, note_second_order
+from hyper_parallel.platform.mindspore.activation_checkpoint.region_state import RegionState
 from hyper_parallel.platform.mindspore.activation_checkpoint.saved_tensors import AsyncSaveOnCpu, TensorPolicy
 from hyper_parallel.platform.mindspore.activation_checkpoint.selective import create_selective_checkpoint_contexts
 from hyper_parallel.platform.mindspore.device import on_cpu
@@ -98,28 +99,6 @@ def _pop_random_state_option(kwargs: dict[str, Any]) -> bool:
     return next(iter(given.values()), True)
 
 
-class _Both:
-    """Two contexts as one, the first outside."""
-
-    def __init__(self, outer: Any, inner: Any) -> None:
-        self._outer = outer
-        self._inner = inner
-        self._stack: contextlib.ExitStack | None = None
-
-    def __enter__(self) -> None:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._outer)
-            stack.enter_context(self._inner)
-            self._stack = stack.pop_all()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        assert self._stack is not None, "entered"
-        stack, self._stack = self._stack, None
-        return stack.__exit__(kind, error, trace)
-
-
 def checkpoint(
     function: Callable[..., Any],
     *args: Any,
@@ -136,35 +115,46 @@ def checkpoint(
     where = f"checkpoint of {label_of(function)}"
     position = Position(next_sequence())
     preserves = _pop_random_state_option(kwargs)
-    kwargs["preserve_rng_state"] = preserves
+    options = {name: kwargs.pop(name) for name in _FRAMEWORK_KEYWORDS & kwargs.keys()}
+    call = RegionCall(where, function, args, kwargs, is_tensor=_is_tensor, is_flat=swap_inputs)
     # On Ascend MindSpore restores the device's random state itself: nothing need be kept where nothing is asked for.
     policy = policy_fn if policy_fn is not None or not preserves or not on_cpu() else _RECOMPUTE_ALL
 
     def contexts() -> ContextPair:
-        ours: ContextPair
+        pairs: list[Any] = [] if context_fn is None else [context_fn()]
+        state = None
+        if compat.is_recording():  # else nothing is replayed
+            state = RegionState(where, call.region, call.take_objects(), keeps_random_state=preserves)
+            pairs.append((state, state.replay()))
         if policy is not None:
-            ours = create_selective_checkpoint_contexts(
-                policy, swap_config=swap_config, where=where, position=position, preserves_draws=preserves
+            pairs.append(
+                create_selective_checkpoint_contexts(
+                    policy,
+                    swap_config=swap_config,
+                    where=where,
+                    position=position,
+                    preserves_draws=preserves,
+                    state=state,
+                )
             )
         elif preserves:
             drawing = Drawing()
-            ours = drawing, DrawingAgain(drawing)
-        else:
-            ours = noop_context_fn()
-        if context_fn is None:
-            return ours
-        theirs = context_fn()
-        return _Both(theirs[0], ours[0]), _Both(theirs[1], ours[1])
+            pairs.append((drawing, Replay(drawing)))
+        return Nested(*(pair[0] for pair in pairs)), Nested(*(pair[1] for pair in pairs))
 
+    options |= {"context_fn": contexts, "preserve_rng_state": preserves}
     if not swap_inputs:
         with contextlib.nullcontext() if compat.has_saved_tensors_hooks() else _Inputs():
-            output = framework_checkpoint(function, *args, context_fn=contexts, **kwargs)
+            output = framework_checkpoint(call.function, *call.take_args(), **options, **call.kwargs)
         return noted(output, is_recomputed=True)
-    inputs = _FlatInputs(function, args, kwargs)
     with AsyncSaveOnCpu(swap_config=swap_config, where=f"inputs of {where}", position=position):
-        output = framework_checkpoint(inputs.call, *inputs.tensors, context_fn=contexts, **inputs.framework_keywords)
+        output = framework_checkpoint(call.function, *call.take_args(), **options, **call.kwargs)
     position.sequence = next_sequence()
     return noted(output, is_recomputed=True)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, mindspore.Tensor)
 
 
 class _Inputs(mindspore.saved_tensors_hooks):  # type: ignore[misc]
@@ -181,59 +171,6 @@ def _same(tensor: Any) -> Any:
 def _noted(tensor: Any) -> Any:
     note_second_order()
     return tensor
-
-
-class _FlatInputs:
-    """A call with its tensors laid out flat.
-
-    MindSpore's recompute saves the tensors among its positional arguments only. Those in keywords and inside lists,
-    dicts or dataclasses would be caught by a closure and never leave, so they are passed by position and put back inside.
-    What lives until backward is ``call``: it must not hold the tensors.
-    """
-
-    def __init__(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
-        self.tensors: list[Any] = []
-        self.framework_keywords = {name: kwargs[name] for name in kwargs if name in _FRAMEWORK_KEYWORDS}
-        own = {name: value for name, value in kwargs.items() if name not in _FRAMEWORK_KEYWORDS}
-        given = tuple(args), own
-        self.call = _Reassembled(function, given, tree_map(self._take, given))
-
-    def _take(self, leaf: Any) -> Any:
-        if not isinstance(leaf, mindspore.Tensor):
-            return leaf
-        self.tensors.append(leaf)
-        return _Place(len(self.tensors) - 1)
-
-
-class _Reassembled:
-    """The function, called with the tensors put back where they were.
-
-    Forward gets the caller's own objects: a list that the function fills is read by the caller afterwards. A replay gets
-    them as they were when forward began.
-    """
-
-    def __init__(self, function: Callable[..., Any], given: Any, tree: Any) -> None:
-        self._function = function
-        self._given = given
-        self._tree = tree
-
-    def __call__(self, *tensors: Any) -> Any:
-        given, self._given = self._given, None
-        if given is not None:
-            args, kwargs = given
-            del given
-            return self._function(*args, **kwargs)
-        args, kwargs = tree_map(lambda leaf: tensors[leaf.index] if isinstance(leaf, _Place) else leaf, self._tree)
-        return self._function(*args, **kwargs)
-
-
-class _Place:
-    """Stands for a tensor in a tree."""
-
-    __slots__ = ("index",)
-
-    def __init__(self, index: int) -> None:
-        self.index = index
 
 
 def swap(

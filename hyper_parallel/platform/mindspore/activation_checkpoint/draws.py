@@ -1,63 +1,50 @@
 """What is drawn in Python while a region runs: a replay draws the same again, and leaves the streams as it found them.
 
-Two streams are meant. MindSpore counts the calls of its random functions and makes their seeds of the counts. And
-numpy's global stream is seeded by ``mindspore.set_seed`` and feeds MindSpore's own initialisers, so that numbers of it in
-a forward are as much a part of the step as a dropout's.
+MindSpore counts the calls of its random functions and makes their seeds of the counts. Numpy's global stream is seeded by
+``mindspore.set_seed`` and feeds MindSpore's own initialisers, so that numbers of it in a forward are as much a part of the
+step as a dropout's. The same is done for ``random``.
 """
 
 from __future__ import annotations
 
-from types import TracebackType
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
+from hyper_parallel.core.activation_checkpoint.python_state import PythonState
 from hyper_parallel.platform.mindspore import compat
 
-__all__ = ["Drawing", "DrawingAgain"]
+__all__ = ["Drawing"]
+
+
+class _OpSeeds:
+    """The counts of MindSpore's random functions. There is one such source, so that ``source`` says nothing."""
+
+    def read(self, source: Any) -> Any:
+        return compat.op_seeds()
+
+    def write(self, source: Any, state: Any) -> None:
+        compat.restore_op_seeds(state)
+
+    def is_same(self, one: Any, two: Any) -> bool:
+        return bool(one == two)
+
+
+_OP_SEEDS = _OpSeeds()
 
 
 class Drawing:
     """The context of a forward: remembers where the streams stood before it."""
 
     def __init__(self) -> None:
-        self.op_seeds: Any = None
-        self.numpy_state: Any = None  # None as well when forward took nothing of it: reading it twice is dear
+        self._streams = PythonState()
 
     def __enter__(self) -> None:
-        self.op_seeds = compat.op_seeds()
-        self.numpy_state = np.random.get_state()
+        self._streams.note_source(_OP_SEEDS, _OP_SEEDS)
+        self._streams.note_global_draws()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if _is_same(self.numpy_state, np.random.get_state()):
-            self.numpy_state = None
+    def __exit__(self, *exc: object) -> None:
+        self._streams.keep_changes()
 
-
-class DrawingAgain:
-    """The context of a replay of that forward."""
-
-    def __init__(self, drawing: Drawing) -> None:
-        self._drawing = drawing
-        self._op_seeds: Any = None
-        self._numpy_state: Any = None
-
-    def __enter__(self) -> None:
-        self._op_seeds = compat.op_seeds()
-        compat.restore_op_seeds(self._drawing.op_seeds)
-        self._numpy_state = None
-        if self._drawing.numpy_state is not None:
-            self._numpy_state = np.random.get_state()
-            np.random.set_state(self._drawing.numpy_state)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        compat.restore_op_seeds(self._op_seeds)
-        if self._numpy_state is not None:
-            np.random.set_state(self._numpy_state)
-
-
-def _is_same(one: Any, two: Any) -> bool:  # (name, keys, position, has_gauss, gauss)
-    return bool(one[0] == two[0] and one[2:] == two[2:] and np.array_equal(one[1], two[1]))
+    def put_back(self) -> Callable[[], None]:
+        """Let the streams go on from where forward found them. The answer puts them where they are now."""
+        return self._streams.put_back()

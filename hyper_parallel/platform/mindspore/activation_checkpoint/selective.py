@@ -17,6 +17,8 @@ Rules
 5. Our own tensor ops run unseen, so that an outer region's counting is not shifted.
 6. A gradient that is taken inside the region replays it while forward still runs. Forward then files nothing, and the
    replay runs ahead of what is filed; an op that draws is refused there.
+7. A parameter of the region's cells that was changed after forward shows in its version or its address, if MindSpore
+   moves one of them. The first op of the replay that reads it raises (``region_state``).
 """
 
 from __future__ import annotations
@@ -35,9 +37,11 @@ from hyper_parallel.core.activation_checkpoint.record import Position
 from hyper_parallel.core.activation_checkpoint.statistics import KeepReason
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import ActivationError, InPlaceChangeError, ReplayMismatchError
+from hyper_parallel.platform.base.contexts import Replay
+from hyper_parallel.platform.base.region_state import changed_in_place
 from hyper_parallel.platform.mindspore import compat
 from hyper_parallel.platform.mindspore.activation_checkpoint.devices import copied
-from hyper_parallel.platform.mindspore.activation_checkpoint.draws import Drawing, DrawingAgain
+from hyper_parallel.platform.mindspore.activation_checkpoint.draws import Drawing
 from hyper_parallel.platform.mindspore.activation_checkpoint.graph import (
     current_task,
     next_sequence,
@@ -51,6 +55,7 @@ from hyper_parallel.platform.mindspore.activation_checkpoint.ops import (
     tensors_in,
 )
 from hyper_parallel.platform.mindspore.activation_checkpoint.packed import Handle, Kept
+from hyper_parallel.platform.mindspore.activation_checkpoint.region_state import RegionState
 from hyper_parallel.platform.mindspore.activation_checkpoint.saved_tensors import Packer
 from hyper_parallel.platform.mindspore.activation_checkpoint.storages import alias, is_seen, storage_key
 
@@ -85,8 +90,10 @@ class Region:
         position: Position | None = None,
         allows_mutation: bool = False,
         preserves_draws: bool = True,
+        state: RegionState | None = None,
     ) -> None:
         self.policy = policy
+        self.state = state  # is told of writes in forward, and knows what was changed since then
         self.where = where
         self.position = position if position is not None else Position(next_sequence())
         self.allows_mutation = allows_mutation
@@ -151,7 +158,7 @@ class ForwardMode(mindspore.MsDispatchMode):  # type: ignore[misc]
                 f"{self._region.where}: cannot recompute {func.name}; because it draws random numbers into a tensor in "
                 "place, which can be neither kept nor drawn again; use its out-of-place form, or keep it outside the region"
             )
-        if facts.writes_first and not self._region.allows_mutation:
+        if facts.writes_first:
             self._protect_written(args)
         entries = self._region.entries.setdefault(func.name, [])
         entries.append(None)  # what an exception inside the op leaves behind
@@ -231,6 +238,10 @@ class ForwardMode(mindspore.MsDispatchMode):  # type: ignore[misc]
     def _protect_written(self, args: Any) -> None:
         """Rule 3, before the op runs."""
         for tensor in tensors_in(args)[:1]:
+            if self._region.state is not None:
+                self._region.state.before_write(tensor)
+            if self._region.allows_mutation:
+                continue
             for filed in self._region.filed_by_storage.pop(storage_key(tensor), ()):
                 filed.is_changed_later = True
                 filed.output = _map_packed(filed.output, _settled)
@@ -243,13 +254,15 @@ class ReplayMode(mindspore.MsDispatchMode):  # type: ignore[misc]
         self._region = region
         self._counts: dict[str, int] = {}
         self._used: list[Handle] = []
+        self._changed: dict[int, str] = {}  # address of what was changed after forward -> what it is
         self._made: dict[int, Any] = {}  # address of what a factory returned -> an alias, so that it names nothing else
-        self._drawing: Any = DrawingAgain(region.drawing) if region.preserves_draws else contextlib.nullcontext()
+        self._drawing: Any = Replay(region.drawing) if region.preserves_draws else contextlib.nullcontext()
 
     def __enter__(self) -> ReplayMode:
         self._counts = {}
         self._used = []
         self._made = {}
+        self._changed = {} if self._region.state is None else self._region.state.changed()
         self._drawing.__enter__()
         self._region.is_replaying = True
         task = current_task(self._region.position)
@@ -275,6 +288,8 @@ class ReplayMode(mindspore.MsDispatchMode):  # type: ignore[misc]
         facts = facts_of(func.name)
         if facts.is_ignored or not is_seen():
             return func(*args)
+        if self._changed:
+            self._refuse_changed(func, args)
         at = self._counts.get(func.name, 0)
         self._counts[func.name] = at + 1
         entries = self._region.entries.get(func.name, [])
@@ -321,6 +336,13 @@ class ReplayMode(mindspore.MsDispatchMode):  # type: ignore[misc]
             return self._hand_out(packed)
         except InPlaceChangeError:
             return new
+
+    def _refuse_changed(self, func: Any, args: Any) -> None:
+        """Rule 7."""
+        for tensor in tensors_in(args):
+            label = self._changed.get(storage_key(tensor))
+            if label is not None:
+                raise changed_in_place(self._region.where, label, func.name)
 
     def _note_made(self, func: Any, args: Any, output: Any) -> None:
         """Remember what a factory made, what comes of that alone, and what item assignment put in its place."""
@@ -430,10 +452,12 @@ def create_selective_checkpoint_contexts(
     where: str = "checkpoint",
     position: Position | None = None,
     preserves_draws: bool = True,
+    state: RegionState | None = None,
 ) -> tuple[ForwardMode, ReplayMode]:
     """The pair of contexts of one region, for ``mindspore.recompute(use_reentrant=False, context_fn=...)``.
 
-    With ``allow_cache_entry_mutation`` a saved value that was changed in place is used as it is.
+    With ``allow_cache_entry_mutation`` a saved value that was changed in place is used as it is. ``state`` is told of each
+    tensor that an op of forward is about to write, and of each op of the replay that reads what was changed since then.
     """
     region = Region(
         as_op_policy(policy_fn_or_list, where=where),
@@ -442,5 +466,6 @@ def create_selective_checkpoint_contexts(
         position=position,
         allows_mutation=allow_cache_entry_mutation,
         preserves_draws=preserves_draws,
+        state=state,
     )
     return ForwardMode(region), ReplayMode(region)
