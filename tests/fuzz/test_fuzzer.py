@@ -35,10 +35,12 @@ from fuzz.program import (
 )
 from fuzz.shrink import shrink
 from fuzz.source import program_to_script, program_to_source
-from fuzz.vocabulary import FUNCTIONS, RARE, SPECS
+from fuzz.vocabulary import FUNCTIONS, RARE, SPECS, STATE
+from hyper_parallel.core.activation_checkpoint.python_state import PythonState
 from hyper_parallel.core.activation_checkpoint.record import Record
 from hyper_parallel.platform.torch.activation_checkpoint import ops, selective
 from hyper_parallel.platform.torch.activation_checkpoint.packed import Handle, Kept
+from hyper_parallel.platform.torch.activation_checkpoint.region_state import RegionState
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _STEP = (Action(kind="forward"), Action(kind="backward"))
@@ -88,7 +90,7 @@ def test_a_few_hundred_programs_contain_every_operation_span_policy_and_action()
     seen: set[str] = set()
     for number in range(1500):
         seen |= features_of(program_number(4, number))
-    assert {f"op:{name}" for name in SPECS} <= seen
+    assert {f"op:{name}" for name in SPECS.keys() - STATE.keys()} <= seen
     for kind in ("swap", "swap_wrapper", "checkpoint", "checkpoint_wrapper", "plain", *BLOCKS, *THEIRS):
         assert f"span:{kind}" in seen
         assert f"nested:{kind} in checkpoint" in seen
@@ -100,6 +102,27 @@ def test_a_few_hundred_programs_contain_every_operation_span_policy_and_action()
     assert {"threads", "wild", "retain", "frozen weight", "empty input", "capped", "verify"} <= seen
     assert {"leaf that is no parameter", "weight hook:tensor", "weight hook:accumulated"} <= seen
     assert {"module:module", "module:forward_hook", "module:backward_hook"} <= seen
+
+
+def test_state_that_forward_writes_has_a_territory_of_its_own() -> None:
+    seen: set[str] = set()
+    for number in range(300):
+        seen |= features_of(program_number(4, number, "state"))
+    assert {f"op:{name}" for name in STATE} <= seen
+
+
+def _without_putting_state_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PythonState, "put_back", lambda self: lambda: None)
+
+
+def _without_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RegionState, "_copied", lambda self, tensor, place: place.tensor)
+
+
+@pytest.mark.parametrize("sabotage", [_without_putting_state_back, _without_stand_ins])
+def test_a_region_that_finds_other_state_is_noticed(sabotage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sabotage(monkeypatch)
+    assert any(not judge(program_number(5, number, "state")).is_good for number in range(200))
 
 
 def test_the_first_territory_keeps_its_numbers() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -12,22 +11,46 @@ __all__ = ["Nested", "Replay"]
 
 
 class Nested:
-    """Several contexts as one, the first outermost. Each thread leaves what it entered."""
+    """Several contexts as one, the first outermost. Each of them says itself which of its entries a thread leaves.
+
+    Not an ``ExitStack``: where a context raises while it is left, that makes a cycle of the error and its frames, and a step
+    that failed would hold its values until a collection.
+    """
 
     def __init__(self, *contexts: Any) -> None:
         self.contexts = contexts
-        self._entered: dict[int, list[contextlib.ExitStack]] = {}
 
     def __enter__(self) -> None:
-        with contextlib.ExitStack() as stack:
-            for context in self.contexts:
-                stack.enter_context(context)
-            self._entered.setdefault(threading.get_ident(), []).append(stack.pop_all())
+        for number, context in enumerate(self.contexts):
+            try:
+                context.__enter__()
+            except BaseException as error:
+                _leave(self.contexts[:number], type(error), error, error.__traceback__)
+                raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return self._entered[threading.get_ident()].pop().__exit__(kind, error, trace)
+    ) -> bool:
+        return _leave(self.contexts, kind, error, trace)
+
+
+def _leave(
+    contexts: tuple[Any, ...],
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
+) -> bool:
+    """Leave the innermost first, and the others even if it raises. Whether one of them took the error."""
+    if not contexts:
+        return False
+    is_taken = False
+    try:
+        is_taken = bool(contexts[-1].__exit__(kind, error, trace))
+    finally:
+        if is_taken:
+            kind = error = trace = None
+        is_taken |= _leave(contexts[:-1], kind, error, trace)
+    return is_taken
 
 
 class _State(Protocol):

@@ -118,7 +118,7 @@ def test_rules_on_blocks_that_are_never_called_are_said_to_do_nothing(rules: Any
     with torch.no_grad():
         model(x)
     with pytest.raises(
-        PlanError, match=r"none of the model's 3 blocks: layers\.0, .*blocks='layers\.\*\.\*'.*taken off"
+        PlanError, match=r"none of the model's \d blocks: layers\.0, .*blocks='layers\.\*\.\*'.*taken off"
     ):
         model(x)
     assert tree_of(model) == before
