@@ -14,6 +14,7 @@ from typing import Any
 
 __all__ = [
     "BLOCKS",
+    "OURS",
     "RECOMPUTED",
     "THEIRS",
     "Action",
@@ -42,6 +43,7 @@ BLOCKS = {
 """Spans that are a ``with`` block: what stands behind the ``with``."""
 
 THEIRS = ("torch_checkpoint", "torch_reentrant", "torch_selective")  # regions of torch's own, with us and without us
+OURS = ("checkpoint", "checkpoint_wrapper", "swap", "swap_wrapper")
 RECOMPUTED = ("checkpoint", "checkpoint_wrapper", *THEIRS)
 
 

@@ -5,8 +5,9 @@ is already raised, a random source that has already drawn, and it would change t
 
 1. When forward begins, the state in reach is noted: attributes, the items of lists, dicts, sets and deques, random
    sources. Values are not copied, only what refers to them.
-2. When forward has ended, only what forward changed stays noted, as it was before.
-3. A replay begins with that state, and when it ends the state of the moment before the replay is put back.
+2. When forward has ended, of what was there before only what forward changed is held.
+3. A replay begins with that state. When it ends the state of the moment before it is put back, also where forward changed nothing
+   in the end: a replay may stop early, between a change and its opposite.
 
 So forward's changes happen once, and a replay reads what forward read. In reach are the objects that :meth:`PythonState.note`
 is given and, four levels deep, what they refer to. Knows no framework: tensors and modules are left to the caller.
@@ -53,7 +54,7 @@ class RandomSource(Protocol):
 
 class _Noted(Protocol):
     def keep_changes(self) -> bool:
-        """Forget what forward left alone; False when nothing is left."""
+        """Hold no more of what forward left alone; False when there is nothing to do in a replay."""
 
     def put_back(self) -> Undo:
         """Put the noted state in place; the answer restores what was there."""
@@ -67,10 +68,9 @@ class _Names:
     def __init__(self, names: dict[Any, Any], left_out: frozenset[str] = frozenset()) -> None:
         self._names = names
         self._left_out = left_out  # what these names hold is neither noted nor put back
-        self._before = dict(names)  # all of it; after forward, see ``_first``
-        self._first = (
-            -1
-        )  # 0 or more: of so many names ``_before`` has those that forward changed, and forward added the rest
+        self._before: dict[Any, Any] | None = dict(names)  # all of it; None when forward has left it as it was
+        # 0 or more: forward found so many names, ``_before`` has those of them that it changed, and it added the rest.
+        self._first = -1
         self._is_open = True
 
     def keep_changes(self) -> bool:
@@ -78,26 +78,35 @@ class _Names:
             return True
         self._is_open = False
         before, now = self._before, self._names
+        assert before is not None, "noted"
         if self._left_out:
             before.update((name, now[name]) for name in self._left_out if name in now)
-        has_all = len(before) <= len(now) and all(map(operator.is_, before, now))
-        if has_all and len(before) == len(now) and all(map(operator.is_, before.values(), now.values())):
-            return False
-        if has_all:  # what was there and is unchanged need not be held
-            self._first = len(before)
+        if _is_same(before, now):
+            self._before = None
+        elif len(before) <= len(now) and all(map(operator.is_, before, now)):
+            self._first = len(before)  # what was there and is unchanged need not be held
             self._before = {name: value for name, value in before.items() if now[name] is not value}
         return True
 
     def put_back(self) -> Undo:
         names, now = self._names, dict(self._names)
-        if self._first < 0:
-            wanted = dict(self._before)
-        else:
-            wanted = dict(itertools.islice(now.items(), self._first))
+        if self._before is not None:
+            wanted = dict(itertools.islice(now.items(), self._first)) if self._first >= 0 else {}
             wanted.update(self._before)
-        wanted.update((name, now[name]) for name in self._left_out if name in now)
-        _restore(names, wanted)
-        return lambda: _restore(names, now)
+            wanted.update((name, now[name]) for name in self._left_out if name in now)
+            _restore(names, wanted)
+        return functools.partial(self._return_to, now)
+
+    def _return_to(self, now: dict[Any, Any]) -> None:
+        now.update((name, self._names[name]) for name in self._left_out if name in self._names)
+        if not _is_same(now, self._names):
+            _restore(self._names, now)
+
+
+def _is_same(one: dict[Any, Any], two: dict[Any, Any]) -> bool:
+    return (
+        len(one) == len(two) and all(map(operator.is_, one, two)) and all(map(operator.is_, one.values(), two.values()))
+    )
 
 
 def _restore(names: dict[Any, Any], wanted: dict[Any, Any]) -> None:
@@ -120,8 +129,10 @@ class _Items:
 
     def __init__(self, items: Any) -> None:
         self._items = items
-        self._before: tuple[Any, ...] | None = tuple(items)  # None: forward only appended, see ``_first``
-        self._first = len(items)
+        self._before: tuple[Any, ...] | None = tuple(items)  # None: see ``_first``
+        self._first = (
+            -1
+        )  # 0 or more: forward found so many items and only appended; -1 without ``_before``: it changed none
         self._is_open = True
 
     def keep_changes(self) -> bool:
@@ -132,18 +143,23 @@ class _Items:
         assert before is not None, "noted"
         if len(before) <= len(now) and all(map(operator.is_, before, now)):
             if len(before) == len(now):
-                return False
-            if not isinstance(self._items, set):
-                self._before = None  # what was there before need not be held
+                self._before = None
+            elif not isinstance(self._items, set):
+                self._before, self._first = None, len(before)  # what was there before need not be held
         return True
 
     def put_back(self) -> Undo:
         items, now = self._items, tuple(self._items)
-        _fill(items, now[: self._first] if self._before is None else self._before)
-        return lambda: _fill(items, now)
+        if self._before is not None:
+            _fill(items, self._before)
+        elif self._first >= 0:
+            _fill(items, now[: self._first])
+        return functools.partial(_fill, items, now)
 
 
 def _fill(items: Any, wanted: tuple[Any, ...]) -> None:
+    if len(items) == len(wanted) and all(map(operator.is_, items, wanted)):
+        return
     items.clear()
     if isinstance(items, set):
         items.update(wanted)
@@ -297,7 +313,7 @@ class PythonState:
             self.note_source(numpy.random, _NUMPY_STREAM)
 
     def keep_changes(self) -> None:
-        """Forward has ended: forget everything that it left alone."""
+        """Forward has ended: hold no more of what it left alone."""
         self._noted = [noted for noted in self._noted if noted.keep_changes()]
         self._seen = {}
 

@@ -322,6 +322,34 @@ def test_two_forwards_before_two_backwards_read_their_own_state(way: dict[str, A
     compare(Counting(), way, step)
 
 
+class Turning(Block):
+    """Changes a list and a number, and changes them back before it ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = [0.5, 1.5, 2.0]
+        self.depth = 0
+
+    def forward(self, x: torch.Tensor, shared: dict[str, float]) -> torch.Tensor:
+        for _ in self.scales:
+            self.depth += 1
+            shared["scale"] += 1
+            self.scales.append(self.scales.pop(0))
+            x = (x * self.scales[0] * self.depth * shared["scale"]).sin()
+        self.depth -= 3
+        shared["scale"] -= 3
+        return x + self.depth
+
+
+def test_a_replay_that_stops_between_a_change_and_its_opposite_leaves_no_trace(way: dict[str, Any]) -> None:
+    def step(model: nn.Module) -> Any:
+        shared = {"scale": 1.0}
+        gradients = [backward(model, shared) for _ in range(2)]
+        return gradients, model.scales, model.depth, shared
+
+    compare(Turning(), way, step)
+
+
 def test_eval_between_forward_and_backward(way: dict[str, Any]) -> None:
     def step(model: nn.Module) -> Any:
         x = batch()
