@@ -2,9 +2,9 @@
 
 Verdicts
 --------
-``equal``      every output, gradient and error kind is the same, bitwise. Where an error is planned inside a recompute: the
-               same as under hooks that keep every value, or with tensors by position, because any hooks and the way
-               arguments come move when and how often torch recomputes.
+``equal``      every output, gradient and error kind is the same, bitwise. Where an error is planned inside a recompute, or
+               something is changed in place: the same as under hooks that keep every value, or with tensors by position,
+               because any hooks and the way arguments come move when and how often torch recomputes, and what it notices.
 ``guarded``    we raise InPlaceChangeError where torch's own check raises for the bare program, and its checkpoint hides it or
                raises elsewhere.
 ``refused``    we raise InPlaceChangeError where the run without us is right. Promised only as the lesser evil, and good only
@@ -93,7 +93,8 @@ def _compare(program: Program, names: dict[str, Any], reference: Any, ours: Any,
     plans_an_error = any(action.kind == "fail_backward" for thread in program.threads for action in thread)
     # Before the exact run, which has no recompute and so never meets the planned error: where both agree with us, the
     # answer must not depend on which is asked.
-    if is_checkpointed and plans_an_error and _equals_a_run_under_hooks(names, ours, device):
+    may_be_moved = plans_an_error or writes_anything(program)
+    if is_checkpointed and may_be_moved and _equals_a_run_under_hooks(names, ours, device):
         return Verdict(kind="equal")
     exact = harness.run_once(names, doors.Plain("exact"), device)
     # What a backward inside forward saves is what it was handed, and that may be our copy of a value that changes later.

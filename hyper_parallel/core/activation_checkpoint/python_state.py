@@ -5,7 +5,7 @@ is already raised, a random source that has already drawn, and it would change t
 
 1. When forward begins, the state in reach is noted: attributes, the items of lists, dicts, sets and deques, random
    sources. Values are not copied, only what refers to them.
-2. When forward has ended, of what was there before only what forward changed is held.
+2. When forward has ended, of what was there before only what forward changed is held, and numbers and strings.
 3. A replay begins with that state. When it ends the state of the moment before it is put back, also where forward changed nothing
    in the end: a replay may stop early, between a change and its opposite.
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 import collections
 import enum
 import functools
-import itertools
 import operator
 import random
 import sys
@@ -35,6 +34,9 @@ _VALUES: Final = frozenset(
     {int, float, complex, bool, str, bytes, type(None), type(Ellipsis), slice, range, type, types.FunctionType,
      types.BuiltinFunctionType, types.MethodType, types.ModuleType, types.CodeType}
 )  # fmt: skip
+
+_HELD: Final = frozenset({int, float, complex, bool, str, bytes, type(None)})
+"""Values that are held although forward left them alone: they are small, and others may change them before the replay."""
 
 Undo = Callable[[], None]
 
@@ -63,14 +65,13 @@ class _Noted(Protocol):
 class _Names:
     """The names of one object's ``__dict__``, of a module's, or the items of a dict."""
 
-    __slots__ = ("_before", "_first", "_is_open", "_left_out", "_names")
+    __slots__ = ("_before", "_is_open", "_known", "_left_out", "_names")
 
     def __init__(self, names: dict[Any, Any], left_out: frozenset[str] = frozenset()) -> None:
         self._names = names
         self._left_out = left_out  # what these names hold is neither noted nor put back
-        self._before: dict[Any, Any] | None = dict(names)  # all of it; None when forward has left it as it was
-        # 0 or more: forward found so many names, ``_before`` has those of them that it changed, and it added the rest.
-        self._first = -1
+        self._before = dict(names)  # all of it; after forward, what a replay may find changed
+        self._known: tuple[Any, ...] = ()  # after forward: the names that it found, in their order
         self._is_open = True
 
     def keep_changes(self) -> bool:
@@ -78,27 +79,33 @@ class _Names:
             return True
         self._is_open = False
         before, now = self._before, self._names
-        assert before is not None, "noted"
         if self._left_out:
             before.update((name, now[name]) for name in self._left_out if name in now)
-        if _is_same(before, now):
-            self._before = None
-        elif len(before) <= len(now) and all(map(operator.is_, before, now)):
-            self._first = len(before)  # what was there and is unchanged need not be held
-            self._before = {name: value for name, value in before.items() if now[name] is not value}
+        self._known = tuple(before)
+        self._before = {
+            name: value
+            for name, value in before.items()
+            if type(value) in _HELD or now.get(name, _MISSING) is not value
+        }
         return True
 
     def put_back(self) -> Undo:
         names, now = self._names, dict(self._names)
-        if self._before is not None:
-            wanted = dict(itertools.islice(now.items(), self._first)) if self._first >= 0 else {}
-            wanted.update(self._before)
+        if self._is_open:
+            wanted = dict(self._before)
+        else:
+            wanted = {name: self._before.get(name, now.get(name, _MISSING)) for name in self._known}
+            if not all(name in now for name in self._known):
+                wanted = {name: value for name, value in wanted.items() if value is not _MISSING}
+        if self._left_out:
             wanted.update((name, now[name]) for name in self._left_out if name in now)
+        if not _is_same(wanted, now):
             _restore(names, wanted)
         return functools.partial(self._return_to, now)
 
     def _return_to(self, now: dict[Any, Any]) -> None:
-        now.update((name, self._names[name]) for name in self._left_out if name in self._names)
+        if self._left_out:
+            now.update((name, self._names[name]) for name in self._left_out if name in self._names)
         if not _is_same(now, self._names):
             _restore(self._names, now)
 
@@ -129,10 +136,8 @@ class _Items:
 
     def __init__(self, items: Any) -> None:
         self._items = items
-        self._before: tuple[Any, ...] | None = tuple(items)  # None: see ``_first``
-        self._first = (
-            -1
-        )  # 0 or more: forward found so many items and only appended; -1 without ``_before``: it changed none
+        self._before: tuple[Any, ...] | None = tuple(items)  # None: only their number is known, see ``_first``
+        self._first = len(items)
         self._is_open = True
 
     def keep_changes(self) -> bool:
@@ -141,19 +146,14 @@ class _Items:
         self._is_open = False
         before, now = self._before, tuple(self._items)
         assert before is not None, "noted"
-        if len(before) <= len(now) and all(map(operator.is_, before, now)):
-            if len(before) == len(now):
-                self._before = None
-            elif not isinstance(self._items, set):
-                self._before, self._first = None, len(before)  # what was there before need not be held
+        is_kept = len(before) <= len(now) and all(map(operator.is_, before, now)) and not isinstance(self._items, set)
+        if is_kept and not all(type(item) in _HELD for item in before):
+            self._before = None  # forward changed none of them, and a step's tensors must not be held for that
         return True
 
     def put_back(self) -> Undo:
         items, now = self._items, tuple(self._items)
-        if self._before is not None:
-            _fill(items, self._before)
-        elif self._first >= 0:
-            _fill(items, now[: self._first])
+        _fill(items, now[: self._first] if self._before is None else self._before)
         return functools.partial(_fill, items, now)
 
 

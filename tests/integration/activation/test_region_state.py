@@ -322,6 +322,31 @@ def test_two_forwards_before_two_backwards_read_their_own_state(way: dict[str, A
     compare(Counting(), way, step)
 
 
+class Tempered(Block):
+    """Reads a number and a list that others change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = 2.0
+        self.scales = [0.5, 1.5]
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return (x / self.temperature).sin() * self.scales[0] * len(self.scales)
+
+
+def test_an_attribute_that_others_change_before_backward(way: dict[str, Any]) -> None:
+    def step(model: nn.Module) -> Any:
+        x = batch()
+        loss = model(x).square().sum()
+        model.temperature = 7.0
+        model.scales.reverse()
+        model.scales.append(3.0)
+        loss.backward()
+        return x.grad, model.temperature, model.scales
+
+    compare(Tempered(), way, step)
+
+
 class Turning(Block):
     """Changes a list and a number, and changes them back before it ends."""
 

@@ -15,15 +15,19 @@ from hyper_parallel.testing import simulated_accelerator
 from .helpers import collector_off, storage_ref
 from .scenario import batch
 
+_MADE: list[Any] = []
+"""Global: what a replay appends to a list in its reach is taken off again."""
+
 
 @pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_SWAP], ids=["saved", "swapped"])
 def test_a_kept_value_does_not_hold_the_graph_of_the_replay(policy: CheckpointPolicy) -> None:
-    made: list[Any] = []
+    made = _MADE
+    made.clear()
 
     def region(x: torch.Tensor) -> torch.Tensor:
         middle = x.sin().exp()
         if is_in_backward():
-            made.append(storage_ref(middle))
+            _MADE.append(storage_ref(middle))
         return middle.tanh().cos()
 
     def keep_tanh(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -79,4 +83,24 @@ def test_a_gradient_inside_a_region_within_another_checkpoint(answer: Checkpoint
     (wanted,) = torch.autograd.grad(region(region(x)).sum(), x)
     with simulated_accelerator(window_bytes=0):
         (got,) = torch.autograd.grad(hp.checkpoint(stacked, x).sum(), x)
+    assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize(
+    "answer", [hp.CheckpointPolicy.MUST_SAVE, hp.CheckpointPolicy.MUST_SWAP], ids=lambda one: one.name
+)
+def test_a_replay_that_runs_ahead_of_forward_leaves_its_values_alone(answer: hp.CheckpointPolicy) -> None:
+    """A gradient inside forward replays the region to its end, past the change in place that forward has not come to yet."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        made = x * 2
+        leaf = made.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(leaf.sin().exp().sum(), leaf)
+        made.detach().add_(slope)
+        return made.sin()
+
+    x = torch.linspace(-1, 1, 64).requires_grad_()
+    wanted = hp.checkpoint(forward, x, early_stop=False)
+    with simulated_accelerator(min_bytes=0):
+        got = hp.checkpoint(forward, x, policy_fn=lambda *_, **__: answer, early_stop=False)
     assert torch.equal(got, wanted)

@@ -380,7 +380,8 @@ class ReplayMode(_RegionMode):
                 f"with {entry.inputs}; its kept output does not fit. The function must run the same ops on the same shapes "
                 "and dtypes again."
             )
-        if entry.is_changed_later:
+        # While forward still runs its values are live, and the replay may run ahead of it to an op that changes one.
+        if entry.is_changed_later or self._region.is_open:
             return _map_packed(entry.output, self._hand_out_copy)
         try:
             return _map_packed(entry.output, self._hand_out)
