@@ -247,6 +247,11 @@ def _random_source_of(value: Any) -> RandomSource | None:
     return None
 
 
+def _is_of_python(kind: type) -> bool:
+    """Whether an object is the standard library's: an event, a lock, a queue or a logger is not a model's state."""
+    return kind.__module__.partition(".")[0] in sys.stdlib_module_names and kind is not types.SimpleNamespace
+
+
 class PythonState:
     """What was noted for one forward."""
 
@@ -286,7 +291,7 @@ class PythonState:
                 self._noted.append(_Draws(value, source))
             return ()
         names = getattr(value, "__dict__", None)
-        if type(names) is not dict or isinstance(value, type | enum.Enum):
+        if type(names) is not dict or isinstance(value, type | enum.Enum) or _is_of_python(kind):
             return ()
         self._noted.append(_Names(names))
         return tuple(names.values())
