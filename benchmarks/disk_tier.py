@@ -54,13 +54,13 @@ from typing import TypeAlias
 
 import torch
 
+from hyper_parallel.backends.torch.devices import HostBackend
 from hyper_parallel.config import SwapConfig, parse_bytes
 from hyper_parallel.core.activation_checkpoint.far.disk import DiskTier
 from hyper_parallel.core.activation_checkpoint.far.disk_file import aligned_memory, residue_of
 from hyper_parallel.core.activation_checkpoint.far.disk_workers import DiskCompletion
 from hyper_parallel.core.activation_checkpoint.far.memory import FarMemory
 from hyper_parallel.core.activation_checkpoint.far.tier import Lease
-from hyper_parallel.platform.torch.activation_checkpoint.devices import HostBackend
 
 MIB = 2**20
 PAGE = 4096

@@ -21,7 +21,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 
 import hyper_parallel as hp
-from hyper_parallel.platform.torch.activation_checkpoint import AsyncSaveOnCpu
+from hyper_parallel.backends.torch import AsyncSaveOnCpu
 
 OPS = 200
 

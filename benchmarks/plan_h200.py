@@ -31,7 +31,7 @@ import hyper_parallel as hp
 from benchmarks.frontier import grad_norm
 from benchmarks.frontier_modes import modes_for
 from benchmarks.models import CASES, Case, build, make_step
-from hyper_parallel.platform.torch.planner.meters import Meter, meter_for
+from hyper_parallel.backends.torch.planner.meters import Meter, meter_for
 from hyper_parallel.testing import simulated_accelerator
 
 GIB = 2**30

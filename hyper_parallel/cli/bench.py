@@ -22,7 +22,7 @@ from hyper_parallel.cli.factory import add_model_arguments, built_model, require
 from hyper_parallel.cli.failures import CommandError, UsageError
 from hyper_parallel.cli.report import show_run
 from hyper_parallel.config import current_config
-from hyper_parallel.planner.border import room
+from hyper_parallel.planner.backend import planner_backend
 from hyper_parallel.planner.budget import parse_budget, show_setting
 from hyper_parallel.planner.fit import fit_memory, profile_memory
 from hyper_parallel.planner.records import as_json
@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """The command."""
-    room()  # refuses a framework that has no planner before anything is built
-    from hyper_parallel.platform.torch.recording import WAYS
+    planner_backend()  # refuses a framework that has no planner before anything is built
+    from hyper_parallel.backends.torch.recording import WAYS
 
     ways = (args.ways or _DEFAULT_WAYS + (",auto" if args.budget else "")).split(",")
     unknown = [way for way in ways if way not in WAYS]
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def _measured(args: argparse.Namespace, ways: list[str], console: Console) -> RunRecord:
-    from hyper_parallel.platform.torch import recording
+    from hyper_parallel.backends.torch import recording
 
     with console.progress("bench", len(ways) + 1) as advance:
         advance(f"building {args.factory}")
@@ -131,7 +131,7 @@ def _one(
 
     The first way runs its step once more. Where it does not give its own gradients again, comparing would say nothing.
     """
-    from hyper_parallel.platform.torch import recording
+    from hyper_parallel.backends.torch import recording
 
     profile = plan = None
     if way == "auto":
@@ -141,10 +141,10 @@ def _one(
         fitted.remove()
     seen, again = recording.FirstGradients(model), recording.FirstGradients(model)
     with recording.in_one_way(model, blocks, way, plan):
-        with room().guarded(model, who="bench"):
+        with planner_backend().guarded(model, who="bench"):
             record: StepRecord = recorder.record(way, what=recording.WAYS[way].what, steps=args.steps, after=seen)
         if is_first:
-            with room().guarded(model, who="bench"):
+            with planner_backend().guarded(model, who="bench"):
                 again(step())
     if not is_first or again.fingerprint == seen.fingerprint:
         record = dataclasses.replace(record, gradients=seen.fingerprint)

@@ -41,7 +41,7 @@ from hyper_parallel.report.records import are_gradients_equal
 from hyper_parallel.report.trace import write_run_trace
 
 if TYPE_CHECKING:
-    from hyper_parallel.platform.torch import demo as torch_demo
+    from hyper_parallel.backends.torch import demo as torch_demo
 
 __all__ = ["add_arguments", "run"]
 
@@ -106,9 +106,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _trials() -> Any:  # the module hyper_parallel.platform.torch.demo
+def _trials() -> Any:  # the module hyper_parallel.backends.torch.demo
     try:
-        from hyper_parallel.platform.torch import demo
+        from hyper_parallel.backends.torch import demo
     except ImportError as error:
         raise CommandError(
             f"needs torch, which cannot be imported here ({error}); pip install 'hyper-parallel[torch]'"

@@ -27,7 +27,7 @@ from hyper_parallel.core.activation_checkpoint.far.process_memory import (
 from hyper_parallel.errors import HyperParallelError
 
 if TYPE_CHECKING:
-    from hyper_parallel.platform.torch.machine import Accelerator, DiskSpeed
+    from hyper_parallel.backends.torch.machine import Accelerator, DiskSpeed
 
 __all__ = ["Finding", "Machine", "add_arguments", "examined", "findings", "run"]
 
@@ -98,7 +98,7 @@ def examined(disk_path: str) -> Machine:
             continue
     facts: dict[str, Any] = {}
     try:
-        from hyper_parallel.platform.torch import machine
+        from hyper_parallel.backends.torch import machine
     except (ImportError, OSError) as error:  # OSError: a library of the wheel is missing or of another machine
         facts["torch_problem"] = f"{type(error).__name__}: {error}"
     else:

@@ -119,7 +119,7 @@ def simulated_where_asked(is_asked: bool) -> Iterator[None]:
     if not is_asked:
         yield
         return
-    from hyper_parallel.testing import simulated_accelerator
+    from hyper_parallel.simulation.accelerator import simulated_accelerator
 
     config = current_config()
     settings: dict[str, Any] = {

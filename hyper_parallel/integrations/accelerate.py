@@ -11,7 +11,7 @@ from typing import Any
 
 from hyper_parallel.integrations.packages import needed
 from hyper_parallel.integrations.treatment import Treated, Treatment, What
-from hyper_parallel.planner.border import Model, Step
+from hyper_parallel.planner.backend import Model, Step
 
 __all__ = ["apply"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from hyper_parallel.errors import PlanError
 from hyper_parallel.integrations.treatment import Treated, Treatment
-from hyper_parallel.planner.border import Model, Step
+from hyper_parallel.planner.backend import Model, Step
 
 __all__ = ["InTrainer", "loss_of"]
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from hyper_parallel.integrations.packages import needed
 from hyper_parallel.integrations.treatment import Treated, Treatment, What
-from hyper_parallel.planner.border import Model, Step
+from hyper_parallel.planner.backend import Model, Step
 
 __all__ = ["apply"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hyper_parallel.backends.torch.planner.blocks import find_blocks, require_module
+from hyper_parallel.backends.torch.planner.regions import Handle, Replacements
 from hyper_parallel.core.activation_checkpoint import checkpoint, swap
-from hyper_parallel.planner.border import Model
-from hyper_parallel.platform.torch.planner.blocks import find_blocks, require_module
-from hyper_parallel.platform.torch.planner.regions import Handle, Replacements
+from hyper_parallel.planner.backend import Model
 
 __all__ = ["replace_blocks", "swapped", "with_policy"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from hyper_parallel.errors import PlanError
 from hyper_parallel.integrations.treatment import Treated, Treatment
-from hyper_parallel.planner.border import Model
+from hyper_parallel.planner.backend import Model
 
 __all__ = ["Switch"]
 

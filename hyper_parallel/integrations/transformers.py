@@ -14,7 +14,7 @@ from hyper_parallel.integrations.budgets import InTrainer, loss_of
 from hyper_parallel.integrations.packages import needed
 from hyper_parallel.integrations.switches import Switch
 from hyper_parallel.integrations.treatment import Treatment, What
-from hyper_parallel.planner.border import Model, Step
+from hyper_parallel.planner.backend import Model, Step
 
 __all__ = ["callback", "switch"]
 

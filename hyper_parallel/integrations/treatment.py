@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from hyper_parallel.errors import PlanError
-from hyper_parallel.planner.border import AppliedHandle, Model, Step
+from hyper_parallel.planner.backend import AppliedHandle, Model, Step
 from hyper_parallel.planner.budget import parse_budget
 from hyper_parallel.planner.fit import apply_plan, fit_memory
 from hyper_parallel.planner.plan import Plan

@@ -14,7 +14,7 @@ from typing import Any
 from hyper_parallel.integrations import transformers
 from hyper_parallel.integrations.packages import needed
 from hyper_parallel.integrations.treatment import What
-from hyper_parallel.planner.border import Step
+from hyper_parallel.planner.backend import Step
 
 __all__ = ["callback"]
 

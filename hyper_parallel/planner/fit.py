@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol, TypeVar
 
 from hyper_parallel.config import show_bytes
 from hyper_parallel.errors import ActivationError, BudgetTooSmallError, FarMemoryError, PlanError
-from hyper_parallel.planner.border import Model, Step, room
+from hyper_parallel.planner.backend import Model, Step, planner_backend
 from hyper_parallel.planner.budget import parse_budget
 from hyper_parallel.planner.plan import Corrections, Plan
 from hyper_parallel.planner.planning import plan_memory
@@ -76,7 +76,7 @@ def profile_memory(model: Model, step: Step, *, blocks: str | Sequence[str] | No
         PlanError: no repeated blocks, a step without a backward, a step that changes weights.
         BudgetTooSmallError: the step does not fit even with everything replayed and swapped.
     """
-    return room().profile_memory(model, step, blocks=blocks, steps=steps)
+    return planner_backend().profile_memory(model, step, blocks=blocks, steps=steps)
 
 
 def apply_plan(model: Model, plan: Plan, *, device_bytes: int | None = None) -> Any:
@@ -93,7 +93,7 @@ def apply_plan(model: Model, plan: Plan, *, device_bytes: int | None = None) -> 
     Raises:
         PlanError: the plan was made for another model, or something is applied already.
     """
-    return room().apply_plan(model, plan, device_bytes=device_bytes)
+    return planner_backend().apply_plan(model, plan, device_bytes=device_bytes)
 
 
 def fit_memory(
@@ -164,17 +164,17 @@ class _Fit:
         self.attempts = attempts
         self.steps = steps
         self.first_plan: Plan | None = None
-        self.room = room()
-        self.world: World = self.room.world() or _Alone()
+        self.backend = planner_backend()
+        self.world: World = self.backend.world() or _Alone()
         self.history: list[Mapping[str, Any]] = []
         self.misses = 0
 
     def run(self) -> Any:
         """Profile once, then plan and measure until they agree."""
-        with self.room.guarded(self.model, who="fit_memory"):
+        with self.backend.guarded(self.model, who="fit_memory"):
             profile = self._profile()
             plan, measured = self._search(profile)
-        applied = self.room.apply_plan(self.model, plan)
+        applied = self.backend.apply_plan(self.model, plan)
         applied.measured = measured
         applied.history = tuple(self.history)
         return applied
@@ -183,7 +183,7 @@ class _Fit:
         def profile() -> Profile:
             if self.profile is not None:
                 return self.profile
-            return self.room.profile_memory(
+            return self.backend.profile_memory(
                 self.model,
                 self.step,
                 blocks=self.blocks,
@@ -321,8 +321,8 @@ class _Fit:
 
         def apply_and_measure() -> Any:
             try:
-                with self.room.apply_plan(self.model, plan):
-                    return self.room.measure_step(self.model, self.step, steps=self.steps, is_guarded=True)
+                with self.backend.apply_plan(self.model, plan):
+                    return self.backend.measure_step(self.model, self.step, steps=self.steps, is_guarded=True)
             except (ActivationError, FarMemoryError):
                 if not is_simple:
                     raise

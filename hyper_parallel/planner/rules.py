@@ -28,7 +28,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from hyper_parallel.errors import PlanError
-from hyper_parallel.planner.border import AppliedHandle, Model, Step, room
+from hyper_parallel.planner.backend import AppliedHandle, Model, Step, planner_backend
 
 __all__ = ["ALIASES", "INPUT", "PRESETS", "RuleFate", "OpRow", "OpTable", "Rule", "RuleSet", "apply_rules", "list_ops"]
 
@@ -340,7 +340,7 @@ def apply_rules(
         PlanError: a rule matches nothing (near misses are shown), or the model has no repeated blocks.
         ValueError, TypeError: rules that cannot be read.
     """
-    return room().apply_rules(model, RuleSet.read(rules), blocks=blocks, step=step)
+    return planner_backend().apply_rules(model, RuleSet.read(rules), blocks=blocks, step=step)
 
 
 def list_ops(model: Model, step: Step, *, blocks: str | Sequence[str] | None = None) -> OpTable:
@@ -348,4 +348,4 @@ def list_ops(model: Model, step: Step, *, blocks: str | Sequence[str] | None = N
 
     ``step`` runs once and leaves no trace.
     """
-    return room().list_ops(model, step, blocks=blocks)
+    return planner_backend().list_ops(model, step, blocks=blocks)

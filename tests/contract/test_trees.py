@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hyper_parallel.platform.base.trees import tree_map
+from hyper_parallel.core.trees import tree_map
 
 from .marks import covers
 

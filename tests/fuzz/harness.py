@@ -369,7 +369,7 @@ def device_of(settings, device):
 @contextlib.contextmanager
 def slow_copies(seed):
     """Every copy of the engine starts late, by a random number of cycles of its own stream."""
-    from hyper_parallel.platform.torch.activation_checkpoint.devices import AcceleratorBackend
+    from hyper_parallel.backends.torch.devices import AcceleratorBackend
 
     plain, dice = AcceleratorBackend.copy, random.Random(seed)
 
@@ -428,7 +428,7 @@ def run_once(program, hp, device):
 
 def hooks_left(device):
     """Hooks or modes that the program should have taken off."""
-    from hyper_parallel.platform.torch.activation_checkpoint import marks
+    from hyper_parallel.backends.torch import marks
 
     marks.forget_bottom_hooks()
     faults = []

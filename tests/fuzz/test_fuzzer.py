@@ -36,11 +36,11 @@ from fuzz.program import (
 from fuzz.shrink import shrink
 from fuzz.source import program_to_script, program_to_source
 from fuzz.vocabulary import FUNCTIONS, RARE, SPECS, STATE
+from hyper_parallel.backends.torch import ops, selective
+from hyper_parallel.backends.torch.packed import Handle, Kept
+from hyper_parallel.backends.torch.region_state import RegionState
 from hyper_parallel.core.activation_checkpoint.python_state import PythonState
 from hyper_parallel.core.activation_checkpoint.record import Record
-from hyper_parallel.platform.torch.activation_checkpoint import ops, selective
-from hyper_parallel.platform.torch.activation_checkpoint.packed import Handle, Kept
-from hyper_parallel.platform.torch.activation_checkpoint.region_state import RegionState
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _STEP = (Action(kind="forward"), Action(kind="backward"))

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import hyper_parallel as hp
-from hyper_parallel.platform.torch.activation_checkpoint import marks
+from hyper_parallel.backends.torch import marks
 from hyper_parallel.testing import simulated_accelerator
 
 

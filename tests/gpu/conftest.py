@@ -24,8 +24,8 @@ import pytest
 import torch
 
 import hyper_parallel as hp
+from hyper_parallel.backends.torch.devices import AcceleratorBackend
 from hyper_parallel.platform.platform import get_torch_platform
-from hyper_parallel.platform.torch.activation_checkpoint.devices import AcceleratorBackend
 
 # The scenarios of the CPU suite run here unchanged.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "integration"))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hyper_parallel as hp
-from hyper_parallel.platform.torch.activation_checkpoint.devices import AcceleratorBackend
+from hyper_parallel.backends.torch.devices import AcceleratorBackend
 
 from .parts import SWAPPING, assert_same, stack, step
 

@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy
-from hyper_parallel.platform.torch.activation_checkpoint import AsyncSaveOnCpu
+from hyper_parallel.backends.torch import AsyncSaveOnCpu
 
 from .parts import SWAPPING, WRAPS, assert_same, assert_swapped, batch, gradients, loss_of, stack, step
 

@@ -11,7 +11,7 @@ import mindspore
 
 import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy
-from hyper_parallel.platform.mindspore.activation_checkpoint import AsyncSaveOnCpu
+from hyper_parallel.backends.mindspore import AsyncSaveOnCpu
 
 __all__ = ["KINDS", "MAIN", "PLAIN", "RECOMPUTE", "SEEDED", "Kind", "mixed_policy", "swap_everything"]
 

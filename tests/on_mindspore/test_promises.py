@@ -13,6 +13,10 @@ from mindspore import mint, nn, ops
 
 import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy
+from hyper_parallel.backends.mindspore import AsyncSaveOnCpu
+from hyper_parallel.backends.mindspore.graph import is_in_backward
+from hyper_parallel.backends.mindspore.packed import Handle, Kept
+from hyper_parallel.backends.mindspore.saved_tensors import Packer
 from hyper_parallel.core.activation_checkpoint.swap import Storage, SwapTensor
 from hyper_parallel.errors import (
     ActivationError,
@@ -23,10 +27,6 @@ from hyper_parallel.errors import (
     SwapStateWarning,
 )
 from hyper_parallel.platform.mindspore import compat
-from hyper_parallel.platform.mindspore.activation_checkpoint import AsyncSaveOnCpu
-from hyper_parallel.platform.mindspore.activation_checkpoint.graph import is_in_backward
-from hyper_parallel.platform.mindspore.activation_checkpoint.packed import Handle, Kept
-from hyper_parallel.platform.mindspore.activation_checkpoint.saved_tensors import Packer
 from hyper_parallel.testing import SimulationError, simulated_accelerator
 
 from .models import Block, Chain
@@ -118,7 +118,7 @@ def test_small_values_and_values_of_the_host_stay_and_are_counted() -> None:
 
 def test_a_missing_wait_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The judge of the simulation is awake: an engine that does not order its reads is found out."""
-    from hyper_parallel.core.activation_checkpoint.border import StreamCompletion
+    from hyper_parallel.core.activation_checkpoint.adapter import StreamCompletion
 
     monkeypatch.setattr(StreamCompletion, "order", lambda self, stream: None)
 
@@ -305,7 +305,7 @@ def test_a_replay_does_not_move_the_random_stream() -> None:
 
 
 def test_drawing_in_place_is_refused() -> None:
-    from hyper_parallel.platform.mindspore.activation_checkpoint.selective import create_selective_checkpoint_contexts
+    from hyper_parallel.backends.mindspore.selective import create_selective_checkpoint_contexts
 
     class Draw:
         name = "InplaceNormal"

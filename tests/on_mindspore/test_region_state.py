@@ -19,11 +19,11 @@ from mindspore import mint, nn, ops
 
 import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy
+from hyper_parallel.backends.mindspore import checkpointing
+from hyper_parallel.backends.mindspore.graph import is_in_backward
+from hyper_parallel.backends.mindspore.region_state import RegionState
 from hyper_parallel.errors import InPlaceChangeError
 from hyper_parallel.platform.mindspore import compat
-from hyper_parallel.platform.mindspore.activation_checkpoint import checkpointing
-from hyper_parallel.platform.mindspore.activation_checkpoint.graph import is_in_backward
-from hyper_parallel.platform.mindspore.activation_checkpoint.region_state import RegionState
 from hyper_parallel.testing import simulated_accelerator
 
 from .scenario import WIDTH, batch

@@ -12,11 +12,11 @@ from mindspore.common.initializer import initializer
 
 import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy
+from hyper_parallel.backends.mindspore import checkpointing
+from hyper_parallel.backends.mindspore.graph import is_in_backward
+from hyper_parallel.backends.mindspore.ops import facts_of
 from hyper_parallel.errors import ActivationError
 from hyper_parallel.platform.mindspore import compat
-from hyper_parallel.platform.mindspore.activation_checkpoint import checkpointing
-from hyper_parallel.platform.mindspore.activation_checkpoint.graph import is_in_backward
-from hyper_parallel.platform.mindspore.activation_checkpoint.ops import facts_of
 from hyper_parallel.testing import simulated_accelerator
 
 from .scenario import batch

@@ -16,7 +16,7 @@ import pytest
 from mindspore import nn
 
 import hyper_parallel as hp
-from hyper_parallel.platform.mindspore.activation_checkpoint.checkpointing import framework_checkpoint
+from hyper_parallel.backends.mindspore.checkpointing import framework_checkpoint
 from hyper_parallel.testing import simulated_accelerator
 
 from .models import Block

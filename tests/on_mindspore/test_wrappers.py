@@ -12,7 +12,7 @@ import pytest
 from mindspore import nn
 
 import hyper_parallel as hp
-from hyper_parallel.platform.mindspore.activation_checkpoint import (
+from hyper_parallel.backends.mindspore import (
     ActivationWrapper,
     CheckpointWrapper,
     FuncCell,

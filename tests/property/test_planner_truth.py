@@ -17,7 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import hyper_parallel as hp  # noqa: E402
-from hyper_parallel.planner.border import room  # noqa: E402
+from hyper_parallel.planner.backend import planner_backend  # noqa: E402
 from hyper_parallel.planner.moves import Solution, Space, with_fate  # noqa: E402
 from hyper_parallel.planner.planning import written_plan  # noqa: E402
 from hyper_parallel.planner.profile import EngineSettings, Profile  # noqa: E402
@@ -117,7 +117,7 @@ def check(bench: Bench, choices: tuple[Choice, ...], settings: EngineSettings, s
         before = hp.stats()
         bench.step()
         after = hp.stats()
-        measured = room().measure_step(bench.model, bench.step, steps=1)
+        measured = planner_backend().measure_step(bench.model, bench.step, steps=1)
     out_bytes = after.swapped_out_bytes - before.swapped_out_bytes
     in_bytes = after.swapped_in_bytes - before.swapped_in_bytes
     assert out_bytes == pytest.approx(plan.predicted.swapped_out_bytes, abs=slack)

@@ -108,6 +108,6 @@ def swap_tensor_wrapper(tree: Any, tag: str | None = None) -> Any:
 
 
 def _room() -> Any:  # the module hyper_parallel.platform.<framework>.activation_checkpoint
-    from hyper_parallel.core.activation_checkpoint.border import room
+    from hyper_parallel.core.activation_checkpoint.adapter import current_backend
 
-    return room()
+    return current_backend()

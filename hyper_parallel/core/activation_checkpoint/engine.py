@@ -34,7 +34,7 @@ from collections.abc import Callable, Hashable
 from typing import Final, Protocol, overload
 
 from hyper_parallel.config import SwapConfig
-from hyper_parallel.core.activation_checkpoint.border import DeviceBackend, FlatBytes, Stream
+from hyper_parallel.core.activation_checkpoint.adapter import DeviceBackend, FlatBytes, Stream
 from hyper_parallel.core.activation_checkpoint.far.memory import FarMemory
 from hyper_parallel.core.activation_checkpoint.far.tier import Refusal
 from hyper_parallel.core.activation_checkpoint.forecast import Forecast, Reach

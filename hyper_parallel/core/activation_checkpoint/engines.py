@@ -17,7 +17,7 @@ import threading
 import weakref
 
 from hyper_parallel.config import SwapConfig
-from hyper_parallel.core.activation_checkpoint.border import DeviceBackend
+from hyper_parallel.core.activation_checkpoint.adapter import DeviceBackend
 from hyper_parallel.core.activation_checkpoint.engine import Engine
 from hyper_parallel.core.activation_checkpoint.far.memory import FarMemory
 from hyper_parallel.core.activation_checkpoint.statistics import Counters

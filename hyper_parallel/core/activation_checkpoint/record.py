@@ -20,7 +20,14 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from hyper_parallel.core.activation_checkpoint.border import Completion, DeviceBackend, Event, FlatBytes, Stream, Tensor
+from hyper_parallel.core.activation_checkpoint.adapter import (
+    Completion,
+    DeviceBackend,
+    Event,
+    FlatBytes,
+    Stream,
+    Tensor,
+)
 from hyper_parallel.core.activation_checkpoint.far.memory import unchecked
 from hyper_parallel.core.activation_checkpoint.far.tier import Lease, Refusal
 from hyper_parallel.core.activation_checkpoint.residency import Move, Residency, next_residency

@@ -4,7 +4,7 @@
 awaited together. The automatic path needs none of them, but a group also holds the records that were packed under its
 name, so that launching and waiting by hand force whatever the engine has not done yet, and do nothing twice.
 
-This room imports no framework: what a tensor is, the border of the chosen platform says.
+This module imports no framework: the adapter of the platform in use says what a tensor is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from collections.abc import Container, Iterator, MutableMapping, MutableSet
 from typing import Any, ClassVar, Final, cast
 
 from hyper_parallel.config import SwapConfig
-from hyper_parallel.core.activation_checkpoint.border import DeviceBackend, Stream, Tensor, TensorBorder, border
+from hyper_parallel.core.activation_checkpoint.adapter import (
+    DeviceBackend,
+    Stream,
+    Tensor,
+    TensorAdapter,
+    tensor_adapter,
+)
 from hyper_parallel.core.activation_checkpoint.chain import Chain, DeclaredLayers
 from hyper_parallel.core.activation_checkpoint.engine import BackwardTask, Engine
 from hyper_parallel.core.activation_checkpoint.engines import Engines
@@ -66,13 +72,13 @@ class SwapTensor:
         self.val: Any = val
         self._does_not_move = False
         self._shares_with: SwapTensor | None = None
-        self._border: TensorBorder | None = None
+        self._border: TensorAdapter | None = None
         self._record: Record | None = None
         self._state: str = STATE_NON_TENSOR
         self.ver = 0
         self.storage_size = 0
         self.is_slice_tensor = False
-        tensors = border()
+        tensors = tensor_adapter()
         engine = tensors.engine_of(val) if tensors.is_plain_tensor(val) else None
         if engine is None:
             return
@@ -201,7 +207,7 @@ class SwapTensor:
         assert self._record is not None
         self._record.engine.finish_load(self._record)
         self.val = self._view.over(self._record.device_bytes)
-        self.ver = cast(TensorBorder, self._border).version_of(self.val)
+        self.ver = cast(TensorAdapter, self._border).version_of(self.val)
         self._state = STATE_DEVICE
 
     def get_val(self) -> Any:
@@ -326,7 +332,7 @@ class SwapGroup:
         """Keep what ``outputs`` share bytes with, as long as it belongs to this group."""
         for storage in self._storages:
             storage.protect_output_tensors(outputs)
-        tensors = border()
+        tensors = tensor_adapter()
         keys = {tensors.storage_key(output) for output in tensors.plain_tensors(outputs)}
         for record in list(self.records):
             if record.storage_key in keys and not record.has_far_copy:
@@ -608,7 +614,7 @@ class SwapManager:
 
     def set_forward_prefetch_layer(self, first_layer: Any, second_layer: Any) -> Chain:
         """Declare that ``second_layer`` runs after ``first_layer``. A hint, idempotent, harmless when execution differs."""
-        return self._declared.declare(first_layer, second_layer, border().watch_layers)
+        return self._declared.declare(first_layer, second_layer, tensor_adapter().watch_layers)
 
     def enter_layer(self, layer: Any) -> bool:
         """A declared layer's forward begins: what it packs joins its group. False for a layer nobody declared."""
@@ -641,4 +647,4 @@ class SwapManager:
                 for storage in _alive(theirs):
                     _launch_load(storage)
 
-            border().before_backward(outputs, backward_begins)
+            tensor_adapter().before_backward(outputs, backward_begins)

@@ -11,7 +11,7 @@ import dataclasses
 from collections import deque
 from typing import Final
 
-from hyper_parallel.core.activation_checkpoint.border import Completion, DeviceBackend, Event, StreamCompletion
+from hyper_parallel.core.activation_checkpoint.adapter import Completion, DeviceBackend, Event, StreamCompletion
 from hyper_parallel.core.activation_checkpoint.statistics import Counters
 
 __all__ = ["LinkClock", "Span"]

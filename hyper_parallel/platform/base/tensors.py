@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from hyper_parallel.platform.base import trees
+from hyper_parallel.core import trees
 from hyper_parallel.platform.base.unsupported import class_or_instance_method, needs_framework
 
 __all__ = ["TensorMembers"]

@@ -128,35 +128,35 @@ class TorchStreamMembers(StreamMembers):
     @class_property
     def checkpoint(self) -> Callable[..., Any]:
         """``torch.utils.checkpoint.checkpoint``, always in its non-reentrant form."""
-        from hyper_parallel.platform.torch.activation_checkpoint import framework_checkpoint
+        from hyper_parallel.backends.torch import framework_checkpoint
 
         return framework_checkpoint
 
     @staticmethod
     def ckpt_wrapper(module: Any, checkpoint_fn: Callable[..., Any] | None = None, **checkpoint_fn_kwargs: Any) -> Any:
         """``module`` wrapped so that its forward runs under ``checkpoint_fn``."""
-        from hyper_parallel.platform.torch.activation_checkpoint import CheckpointWrapper, framework_checkpoint
+        from hyper_parallel.backends.torch import CheckpointWrapper, framework_checkpoint
 
         return CheckpointWrapper(module, checkpoint_fn=checkpoint_fn or framework_checkpoint, **checkpoint_fn_kwargs)
 
     @staticmethod
     def swap_wrapper(module: Any, policy_fn: Callable[[Any], Any] | None = None) -> Any:
         """``module`` wrapped so that what its forward saves goes to far memory."""
-        from hyper_parallel.platform.torch.activation_checkpoint import swap_wrapper
+        from hyper_parallel.backends.torch import swap_wrapper
 
         return swap_wrapper(module, policy_fn)
 
     @staticmethod
     def create_selective_checkpoint_contexts(policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False) -> Any:
         """The pair of contexts, for forward and for recompute, that obey a per-op policy."""
-        from hyper_parallel.platform.torch.activation_checkpoint import create_selective_checkpoint_contexts
+        from hyper_parallel.backends.torch import create_selective_checkpoint_contexts
 
         return create_selective_checkpoint_contexts(policy_fn_or_list, allow_cache_entry_mutation)
 
     @staticmethod
     def async_save_on_cpu(policy_fn: Callable[[Any], Any] | None = None) -> AbstractContextManager[Any]:
         """The saved-tensors context under which activations are swapped."""
-        from hyper_parallel.platform.torch.activation_checkpoint import AsyncSaveOnCpu
+        from hyper_parallel.backends.torch import AsyncSaveOnCpu
 
         return AsyncSaveOnCpu(policy_fn)
 

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy
-from hyper_parallel.platform.torch.activation_checkpoint import ActivationPolicy, AsyncSaveOnCpu
+from hyper_parallel.backends.torch import ActivationPolicy, AsyncSaveOnCpu
 
 __all__ = ["KINDS", "PLAIN", "RECOMPUTING", "SEEDED", "TORCH_CHECKPOINT", "Kind", "mixed_policy", "swap_everything"]
 

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy
+from hyper_parallel.backends.torch import create_selective_checkpoint_contexts
+from hyper_parallel.backends.torch.ops import facts_of
 from hyper_parallel.core.activation_checkpoint.swap import SwapTensor
 from hyper_parallel.errors import PolicyError
-from hyper_parallel.platform.torch.activation_checkpoint import create_selective_checkpoint_contexts
-from hyper_parallel.platform.torch.activation_checkpoint.ops import facts_of
 from hyper_parallel.testing import simulated_accelerator
 
 from .scenario import batch

@@ -17,8 +17,8 @@ from torch import nn
 
 import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy
+from hyper_parallel.backends.torch import ActivationPolicy
 from hyper_parallel.errors import SwapImpossibleError, SwapStateError
-from hyper_parallel.platform.torch.activation_checkpoint import ActivationPolicy
 from hyper_parallel.testing import simulated_accelerator
 
 from .helpers import collector_off, count_of, same_gradients, step_gradients, storage_ref

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy
+from hyper_parallel.backends.torch import create_selective_checkpoint_contexts
+from hyper_parallel.backends.torch.ops import facts_of
 from hyper_parallel.errors import InPlaceChangeError, ReplayMismatchError
-from hyper_parallel.platform.torch.activation_checkpoint import create_selective_checkpoint_contexts
-from hyper_parallel.platform.torch.activation_checkpoint.ops import facts_of
 from hyper_parallel.testing import simulated_accelerator
 
 from .helpers import collector_off, count_of, engines, same_gradients, step_gradients

@@ -14,11 +14,11 @@ from _pytest.outcomes import Failed
 
 import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy
+from hyper_parallel.backends.torch.simulation import SimulatedBackend
 from hyper_parallel.errors import ActivationError
-from hyper_parallel.platform.torch.activation_checkpoint.simulation import SimulatedBackend
+from hyper_parallel.simulation.simulation import Simulation
+from hyper_parallel.simulation.streams import SimulatedEvent, SimulatedStream
 from hyper_parallel.testing import SimulationError, simulated_accelerator
-from hyper_parallel.testing.simulation import Simulation
-from hyper_parallel.testing.streams import SimulatedEvent, SimulatedStream
 
 from . import (
     test_failures_cost,
@@ -36,7 +36,7 @@ from .mutation import Edit, Mutant
 RECORD = "core.activation_checkpoint.record:Record"
 ENGINE = "core.activation_checkpoint.engine:Engine"
 HOST = "core.activation_checkpoint.far.host:HostTier"
-TORCH = "platform.torch.activation_checkpoint"
+TORCH = "backends.torch"
 
 
 def kind(name: str) -> Kind:

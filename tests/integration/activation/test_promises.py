@@ -14,8 +14,8 @@ from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
 
 import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy
+from hyper_parallel.backends.torch import ActivationPolicy, AsyncSaveOnCpu
 from hyper_parallel.errors import InPlaceChangeError, PolicyError
-from hyper_parallel.platform.torch.activation_checkpoint import ActivationPolicy, AsyncSaveOnCpu
 from hyper_parallel.testing import simulated_accelerator
 
 from .helpers import collector_off, live_records, same_gradients, step_gradients, storage_ref

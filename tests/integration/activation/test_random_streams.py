@@ -10,7 +10,7 @@ import torch
 
 import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy
-from hyper_parallel.platform.torch.activation_checkpoint import random_state
+from hyper_parallel.backends.torch import random_state
 from hyper_parallel.testing import simulated_accelerator
 
 from .scenario import batch

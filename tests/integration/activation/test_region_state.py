@@ -21,8 +21,8 @@ from torch.func import functional_call
 
 import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy
+from hyper_parallel.backends.torch import region_state
 from hyper_parallel.errors import InPlaceChangeError
-from hyper_parallel.platform.torch.activation_checkpoint import region_state
 from hyper_parallel.testing import simulated_accelerator
 
 WIDTH = 6

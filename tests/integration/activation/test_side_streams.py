@@ -11,12 +11,12 @@ import torch
 
 import hyper_parallel as hp
 from hyper_parallel.core.activation_checkpoint.residency import Residency
+from hyper_parallel.simulation.streams import SimulatedEvent, SimulatedStream
 from hyper_parallel.testing import simulated_accelerator
-from hyper_parallel.testing.streams import SimulatedEvent, SimulatedStream
 
 from .helpers import live_records
 
-Timeline = Any  # hyper_parallel.testing.streams.Timeline
+Timeline = Any  # hyper_parallel.simulation.streams.Timeline
 
 
 @contextlib.contextmanager

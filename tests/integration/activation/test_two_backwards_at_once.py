@@ -11,7 +11,7 @@ import torch
 
 import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy
-from hyper_parallel.platform.torch.activation_checkpoint.graph import is_in_backward
+from hyper_parallel.backends.torch.graph import is_in_backward
 
 from .scenario import batch
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import hyper_parallel as hp
-from hyper_parallel.platform.torch.activation_checkpoint.wrappers import ActivationWrapper
+from hyper_parallel.backends.torch.wrappers import ActivationWrapper
 from hyper_parallel.testing import simulated_accelerator
 
 WRAP: dict[str, Callable[[nn.Module], Any]] = {"checkpoint": hp.checkpoint_wrapper, "swap": hp.swap_wrapper}

@@ -11,8 +11,8 @@ import torch
 
 import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy, SwapConfig
+from hyper_parallel.backends.torch import AsyncSaveOnCpu
 from hyper_parallel.core.activation_checkpoint.policy import ByOpName
-from hyper_parallel.platform.torch.activation_checkpoint import AsyncSaveOnCpu
 
 from .parts import CountingBackend, assert_same, stack, step
 

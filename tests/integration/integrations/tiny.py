@@ -88,6 +88,6 @@ def assert_same_but_smaller(ours: Run, plain: Run) -> None:
 
 def names_of_wrapped(trained: torch.nn.Module) -> list[str]:
     """Which modules are still ours."""
-    from hyper_parallel.platform.torch.activation_checkpoint.wrappers import ActivationWrapper
+    from hyper_parallel.backends.torch.wrappers import ActivationWrapper
 
     return [name for name, module in trained.named_modules() if isinstance(module, ActivationWrapper)]

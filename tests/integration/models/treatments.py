@@ -11,8 +11,8 @@ from torch import nn
 
 import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy
+from hyper_parallel.backends.torch import AsyncSaveOnCpu
 from hyper_parallel.core.activation_checkpoint.policy import ByOpName
-from hyper_parallel.platform.torch.activation_checkpoint import AsyncSaveOnCpu
 
 _MATMULS = ("mm", "addmm", "bmm", "_grouped_mm")
 SWAP_MATMULS = ByOpName(dict.fromkeys(_MATMULS, CheckpointPolicy.MUST_SWAP))

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import hyper_parallel as hp
+from hyper_parallel.backends.torch.planner.blocks import find_blocks, fingerprint_of
 from hyper_parallel.errors import PlanError
-from hyper_parallel.platform.torch.planner.blocks import find_blocks, fingerprint_of
 
 from .models import FAMILIES, Layer, Transformer, transformer
 

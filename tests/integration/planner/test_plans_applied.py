@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import hyper_parallel as hp
+from hyper_parallel.backends.torch import CheckpointWrapper
+from hyper_parallel.backends.torch.planner.blocks import fingerprint_of
 from hyper_parallel.errors import PlanError
 from hyper_parallel.planner.plan import BlockPlan, Fate, OpDecision, Plan, Prediction, Recipe, RegionPlan
 from hyper_parallel.planner.profile import EngineSettings
-from hyper_parallel.platform.torch.activation_checkpoint import CheckpointWrapper
-from hyper_parallel.platform.torch.planner.blocks import fingerprint_of
 from hyper_parallel.testing import simulated_accelerator
 
 from .models import BATCH, LENGTH, WIDTH, Transformer, assert_same, gradients, transformer, tree_of

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import hyper_parallel as hp
+from hyper_parallel.backends.torch.wrappers import CheckpointWrapper
 from hyper_parallel.errors import PlanError
 from hyper_parallel.planner.rules import PRESETS
-from hyper_parallel.platform.torch.activation_checkpoint.wrappers import CheckpointWrapper
 from hyper_parallel.testing import simulated_accelerator
 
 from .fused import encoder

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from hyper_parallel.backends.torch.recording import WAYS, Recorder, find_recorded_blocks, in_one_way
 from hyper_parallel.config import configure
 from hyper_parallel.planner.fit import profile_memory
 from hyper_parallel.planner.planning import plan_memory
 from hyper_parallel.planner.run import PROCESS_PART, RecordedFate, StepRecord, Track
 from hyper_parallel.planner.totals import forecast_of, op_totals
-from hyper_parallel.platform.torch.recording import WAYS, Recorder, find_recorded_blocks, in_one_way
 from hyper_parallel.testing import simulated_accelerator
 
 LAYERS, ROWS, WIDTH = 4, 2048, 128

@@ -37,7 +37,7 @@ DOORS = {
             DOORS,
         ),
         (
-            "hyper_parallel.platform.torch.activation_checkpoint",
+            "hyper_parallel.backends.torch",
             {"swap_wrapper", "SwapWrapper", "ActivationWrapper", "AsyncSaveOnCpu", "base_check_fn"}
             | {"ActivationPolicy", "FuncModule"},
         ),
@@ -85,7 +85,7 @@ def test_the_policies_by_name_and_value() -> None:
     assert CheckpointPolicy.__mro__[1] is enum.Enum
     assert CheckpointPolicy.MUST_SWAP != 4
     assert pickle.loads(pickle.dumps(CheckpointPolicy.MUST_SWAP)) is CheckpointPolicy.MUST_SWAP
-    from hyper_parallel.platform.torch.activation_checkpoint import ActivationPolicy
+    from hyper_parallel.backends.torch import ActivationPolicy
 
     assert {member.name: member.value for member in ActivationPolicy} == {"SAVE": 0, "SWAP": 1}
 

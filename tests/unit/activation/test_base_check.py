@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hyper_parallel.platform.torch.activation_checkpoint import (
+from hyper_parallel.backends.torch import (
     ActivationWrapper,
     FuncModule,
     SwapWrapper,

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from hyper_parallel._version import TESTED_TORCH
+from hyper_parallel.backends.torch.machine import Accelerator, DiskSpeed, disk_speed
 from hyper_parallel.cli.doctor import Machine, examined, findings
 from hyper_parallel.cli.main import main
-from hyper_parallel.platform.torch.machine import Accelerator, DiskSpeed, disk_speed
 
 GIB = 2**30
 DISK = DiskSpeed(

@@ -9,11 +9,11 @@ import psutil
 import pytest
 import torch
 
+from hyper_parallel.backends.torch.devices import HostBackend
 from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.far.disk_file import BLOCK_BYTES, SwapFile, aligned_memory, residue_of
 from hyper_parallel.core.activation_checkpoint.far.memory import FarMemory
 from hyper_parallel.core.activation_checkpoint.far.tier import Lease
-from hyper_parallel.platform.torch.activation_checkpoint.devices import HostBackend
 
 from .backend import TorchBackend, random_bytes
 from .tier_calls import lend, read, write

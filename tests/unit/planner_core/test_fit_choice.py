@@ -80,7 +80,7 @@ def fitted(
     monkeypatch: pytest.MonkeyPatch, script: dict[str, Measure | Exception], *, budget: int = FITS, **changes: Any
 ) -> tuple[Applied, PaperDevice]:
     device = PaperDevice(small_profile(**changes), script)
-    monkeypatch.setattr(fit, "room", lambda: device)
+    monkeypatch.setattr(fit, "planner_backend", lambda: device)
     return fit.fit_memory(None, lambda: None, budget, attempts=1, steps=1), device
 
 

@@ -31,7 +31,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from hyper_parallel.core.activation_checkpoint.border import Completion, DeviceBackend, Event, FlatBytes, Stream
+from hyper_parallel.core.activation_checkpoint.adapter import Completion, DeviceBackend, Event, FlatBytes, Stream
 from hyper_parallel.core.activation_checkpoint.far.arena import Arena, Span
 from hyper_parallel.core.activation_checkpoint.far.disk_file import BLOCK_BYTES, SwapFile, copy_bytes, residue_of
 from hyper_parallel.core.activation_checkpoint.far.disk_workers import (

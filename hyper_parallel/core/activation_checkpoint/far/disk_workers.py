@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from hyper_parallel.core.activation_checkpoint.border import DeviceBackend, Event, Stream
+from hyper_parallel.core.activation_checkpoint.adapter import DeviceBackend, Event, Stream
 from hyper_parallel.errors import DiskTierError, again
 
 __all__ = ["DiskCompletion", "Direction", "Job", "Workers"]
@@ -53,7 +53,7 @@ class DiskCompletion:
         self.end_us = 0.0
 
     def is_done(self) -> bool:
-        """See :class:`~hyper_parallel.core.activation_checkpoint.border.Completion`."""
+        """See :class:`~hyper_parallel.core.activation_checkpoint.adapter.Completion`."""
         return self._queued.is_set() and (self._event is None or self._backend.event_is_done(self._event))
 
     def order(self, stream: Stream) -> None:
@@ -64,7 +64,7 @@ class DiskCompletion:
         self._raise()
 
     def wait(self) -> None:
-        """See :class:`~hyper_parallel.core.activation_checkpoint.border.Completion`."""
+        """See :class:`~hyper_parallel.core.activation_checkpoint.adapter.Completion`."""
         self._wait_for_worker()
         if self._event is not None:
             self._backend.synchronize_event(self._event)

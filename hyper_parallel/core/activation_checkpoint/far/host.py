@@ -28,7 +28,7 @@ import threading
 from collections.abc import Iterator
 from typing import Final
 
-from hyper_parallel.core.activation_checkpoint.border import (
+from hyper_parallel.core.activation_checkpoint.adapter import (
     Completion,
     DeviceBackend,
     Event,

@@ -18,7 +18,7 @@ import zlib
 from typing import Protocol, runtime_checkable
 
 from hyper_parallel.config import SwapConfig
-from hyper_parallel.core.activation_checkpoint.border import Completion, DeviceBackend, Event, FlatBytes, Stream
+from hyper_parallel.core.activation_checkpoint.adapter import Completion, DeviceBackend, Event, FlatBytes, Stream
 from hyper_parallel.core.activation_checkpoint.far.disk import DiskTier
 from hyper_parallel.core.activation_checkpoint.far.host import HostBudget, HostTier
 from hyper_parallel.core.activation_checkpoint.far.process_memory import default_host_limit_bytes

@@ -19,7 +19,7 @@ import dataclasses
 import enum
 from typing import Any, Protocol
 
-from hyper_parallel.core.activation_checkpoint.border import Completion, DeviceBackend, Event, FlatBytes, Stream
+from hyper_parallel.core.activation_checkpoint.adapter import Completion, DeviceBackend, Event, FlatBytes, Stream
 
 __all__ = ["Lease", "Refusal", "Tier", "TierStatistics"]
 

@@ -1,22 +1,20 @@
-"""Activation memory on MindSpore: hooks, selective regions, wrappers. The schedule itself is in ``core``."""
+"""The import path that the interface names; the code is in ``hyper_parallel.backends.mindspore``."""
 
-from hyper_parallel.platform.mindspore.activation_checkpoint.checkpointing import (
-    checkpoint,
-    framework_checkpoint,
-    noop_context_fn,
-    swap,
-)
-from hyper_parallel.platform.mindspore.activation_checkpoint.marks import swap_tensor_wrapper
-from hyper_parallel.platform.mindspore.activation_checkpoint.saved_tensors import AsyncSaveOnCpu, base_check_fn
-from hyper_parallel.platform.mindspore.activation_checkpoint.selective import create_selective_checkpoint_contexts
-from hyper_parallel.platform.mindspore.activation_checkpoint.simulation import simulate
-from hyper_parallel.platform.mindspore.activation_checkpoint.tensor_border import MindSporeTensorBorder
-from hyper_parallel.platform.mindspore.activation_checkpoint.wrappers import (
+from hyper_parallel.backends.mindspore import (
     ActivationWrapper,
+    AsyncSaveOnCpu,
     CheckpointWrapper,
     FuncCell,
     SwapWrapper,
+    base_check_fn,
+    checkpoint,
     checkpoint_wrapper,
+    create_selective_checkpoint_contexts,
+    framework_checkpoint,
+    noop_context_fn,
+    simulate,
+    swap,
+    swap_tensor_wrapper,
     swap_wrapper,
 )
 
@@ -36,7 +34,4 @@ __all__ = [
     "swap",
     "swap_tensor_wrapper",
     "swap_wrapper",
-    "tensor_border",
 ]
-
-tensor_border = MindSporeTensorBorder()

@@ -1,11 +1,12 @@
 """The older import path of the swap wrappers; the same names as in the package."""
 
-from hyper_parallel.platform.mindspore.activation_checkpoint.marks import swap_tensor_wrapper
-from hyper_parallel.platform.mindspore.activation_checkpoint.saved_tensors import AsyncSaveOnCpu, base_check_fn
-from hyper_parallel.platform.mindspore.activation_checkpoint.wrappers import (
+from hyper_parallel.backends.mindspore import (
     ActivationWrapper,
+    AsyncSaveOnCpu,
     FuncCell,
     SwapWrapper,
+    base_check_fn,
+    swap_tensor_wrapper,
     swap_wrapper,
 )
 

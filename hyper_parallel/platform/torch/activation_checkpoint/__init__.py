@@ -1,26 +1,21 @@
-"""Activation memory on torch: hooks, selective regions, wrappers. The schedule itself is in ``core``."""
+"""The import path that the interface names; the code is in ``hyper_parallel.backends.torch``."""
 
-from hyper_parallel.platform.torch.activation_checkpoint.checkpointing import (
-    checkpoint,
-    framework_checkpoint,
-    noop_context_fn,
-    swap,
-)
-from hyper_parallel.platform.torch.activation_checkpoint.marks import swap_tensor_wrapper
-from hyper_parallel.platform.torch.activation_checkpoint.saved_tensors import (
+from hyper_parallel.backends.torch import (
     ActivationPolicy,
-    AsyncSaveOnCpu,
-    base_check_fn,
-)
-from hyper_parallel.platform.torch.activation_checkpoint.selective import create_selective_checkpoint_contexts
-from hyper_parallel.platform.torch.activation_checkpoint.simulation import simulate
-from hyper_parallel.platform.torch.activation_checkpoint.tensor_border import TorchTensorBorder
-from hyper_parallel.platform.torch.activation_checkpoint.wrappers import (
     ActivationWrapper,
+    AsyncSaveOnCpu,
     CheckpointWrapper,
     FuncModule,
     SwapWrapper,
+    base_check_fn,
+    checkpoint,
     checkpoint_wrapper,
+    create_selective_checkpoint_contexts,
+    framework_checkpoint,
+    noop_context_fn,
+    simulate,
+    swap,
+    swap_tensor_wrapper,
     swap_wrapper,
 )
 
@@ -41,7 +36,4 @@ __all__ = [
     "swap",
     "swap_tensor_wrapper",
     "swap_wrapper",
-    "tensor_border",
 ]
-
-tensor_border = TorchTensorBorder()

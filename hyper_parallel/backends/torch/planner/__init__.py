@@ -1,0 +1,22 @@
+"""Planning on torch: blocks found, steps watched, rules and plans put in place. The planning itself is in ``planner``."""
+
+from hyper_parallel.backends.torch.planner.measure import StepMeasure, measure_step
+from hyper_parallel.backends.torch.planner.plan_regions import AppliedPlan, apply_plan
+from hyper_parallel.backends.torch.planner.profiling import profile_memory
+from hyper_parallel.backends.torch.planner.rule_regions import RulesHandle, apply_rules
+from hyper_parallel.backends.torch.planner.survey import list_ops
+from hyper_parallel.backends.torch.planner.trial import guarded
+from hyper_parallel.backends.torch.planner.world import world
+
+__all__ = [
+    "AppliedPlan",
+    "RulesHandle",
+    "StepMeasure",
+    "apply_plan",
+    "apply_rules",
+    "guarded",
+    "list_ops",
+    "measure_step",
+    "profile_memory",
+    "world",
+]

@@ -1,0 +1,189 @@
+"""Which modules of a model are its repeated blocks, where they sit in the tree, and how to tell one model from another."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyper_parallel.backends.torch.wrappers import ActivationWrapper
+from hyper_parallel.errors import PlanError
+
+__all__ = ["BlockRef", "Place", "device_of", "find_blocks", "fingerprint_of", "places_of", "refuse_wrapped"]
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a module hangs in the tree."""
+
+    parent: nn.Module
+    key: str
+
+    def put(self, module: nn.Module) -> None:
+        """Hang another module there; no container's own rules are asked."""
+        self.parent._modules[self.key] = module
+
+    def get(self) -> nn.Module | None:
+        """What hangs there now."""
+        return self.parent._modules.get(self.key)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockRef:
+    """One block: its path from the root and the module."""
+
+    name: str
+    module: nn.Module
+
+
+def require_module(model: Any, who: str) -> nn.Module:
+    """The model, or an error that says what was given instead."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{who}: expected a torch.nn.Module, got {type(model).__name__}")
+    return model
+
+
+def device_of(model: nn.Module, who: str) -> torch.device:
+    """The one device of the model's parameters."""
+    devices = {parameter.device for parameter in model.parameters()}
+    if not devices:
+        raise PlanError(f"{who}: the model has no parameters, so there is no device whose memory could be planned")
+    if len(devices) > 1:
+        raise PlanError(
+            f"{who}: the model's parameters lie on {len(devices)} devices ({', '.join(sorted(map(str, devices)))}), and a plan "
+            "is made for one. Give the part of the model that lies on one device."
+        )
+    return devices.pop()
+
+
+def places_of(root: nn.Module, module: nn.Module) -> list[Place]:
+    """Every place in the tree where this very module hangs."""
+    found = []
+    for parent in root.modules():
+        for key, child in parent._modules.items():
+            if child is module:
+                found.append(Place(parent, key))
+    return found
+
+
+def find_blocks(model: nn.Module, patterns: str | Sequence[str] | None, *, who: str) -> list[BlockRef]:
+    """The repeated blocks: those that patterns name, or every group of modules of one class in one container."""
+    blocks = _repeated(model) if patterns is None else _named(model, patterns, who)
+    refuse_wrapped(model, blocks, who)
+    if blocks:
+        return blocks
+    lists = sorted(
+        f"{name or 'the model'} ({type(module).__name__} of {len(module._modules)})"
+        for name, module in model.named_modules()
+        if isinstance(module, _CONTAINERS)
+    )
+    raise PlanError(
+        f"{who}: {type(model).__name__} has no repeated blocks: no container holds two callable modules of one class with parts "
+        f"of their own{'; its containers are ' + ', '.join(lists[:8]) if lists else ''}. Name the modules to treat as blocks, "
+        "for example blocks='encoder.*'."
+    )
+
+
+def _repeated(model: nn.Module) -> list[BlockRef]:
+    blocks: list[BlockRef] = []
+    inside: set[int] = set()
+    for path, container in model.named_modules():
+        if id(container) in inside or not isinstance(container, _CONTAINERS):
+            continue
+        children = [block for block in _called_in(path, container) if block.module._modules]
+        counts = Counter(block.module.__class__ for block in children)
+        for block in children:
+            if counts[block.module.__class__] < 2 or not _has_parameters(block.module):
+                continue
+            if id(block.module) not in inside:
+                blocks.append(block)
+            inside.update(map(id, block.module.modules()))
+    return blocks
+
+
+def _called_in(path: str, container: nn.Module) -> list[BlockRef]:
+    """The modules of a container that can be called; where a child cannot, what it holds counts as the container's."""
+    found: list[BlockRef] = []
+    for key, child in container._modules.items():
+        if child is not None:
+            name = f"{path}.{key}" if path else key
+            found.extend([BlockRef(name, child)] if _has_forward(child) else _called_in(name, child))
+    return found
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """False for what only holds modules (``ModuleList``, ``ModuleDict``): it is never called, so it cannot be a region."""
+    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _named(model: nn.Module, patterns: str | Sequence[str], who: str) -> list[BlockRef]:
+    wanted = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    if not wanted or not all(isinstance(pattern, str) and pattern for pattern in wanted):
+        raise TypeError(f"{who}: blocks are one or more patterns such as 'model.layers.*', got {patterns!r}")
+    named = [(path, module) for path, module in model.named_modules() if path]
+    blocks: list[BlockRef] = []
+    inside: set[int] = set()
+    for pattern in wanted:
+        hits = [(path, module) for path, module in named if _is_named(pattern, path)]
+        if not hits:
+            near = difflib.get_close_matches(pattern, [path for path, _ in named], n=4, cutoff=0.4)
+            raise PlanError(
+                f"{who}: no module is called {pattern!r}{'; near misses: ' + ', '.join(near) if near else ''}. A pattern is a "
+                "path from the model's root in which * stands for one name."
+            )
+        for path, module in hits:
+            if not _has_forward(module):
+                raise PlanError(
+                    f"{who}: {path} (named by {pattern!r}) cannot be a block, because a {type(module).__name__} is never called; "
+                    f"its modules are. Name those, for example {f'{pattern}.*'!r}."
+                )
+            if id(module) not in inside:
+                blocks.append(BlockRef(path, module))
+                inside.update(map(id, module.modules()))
+    return blocks
+
+
+def _is_named(pattern: str, path: str) -> bool:
+    names, parts = path.split("."), pattern.split(".")
+    return len(names) == len(parts) and all(map(fnmatch.fnmatchcase, names, parts))
+
+
+def refuse_wrapped(model: nn.Module, blocks: Sequence[BlockRef], who: str) -> None:
+    """Refuse a model whose blocks are already somebody's regions."""
+    for block in blocks:
+        if isinstance(block.module, ActivationWrapper) or any(
+            isinstance(inner, ActivationWrapper) for inner in block.module.modules()
+        ):
+            raise PlanError(
+                f"{who}: {block.name} is wrapped already, or something in it is; two deciders for the same values cannot agree. "
+                "Remove what was applied before (handle.remove()), or unwrap it."
+            )
+    for path, module in model.named_modules():
+        if module.__dict__.get("gradient_checkpointing") is True:
+            raise PlanError(
+                f"{who}: {path or type(model).__name__} does gradient checkpointing of its own, which would replay what was "
+                "planned to stay. Call model.gradient_checkpointing_disable() first."
+            )
+
+
+def fingerprint_of(model: nn.Module) -> str:
+    """Names one model structure: paths, classes, parameters with shapes and dtypes. Wrappers of ours do not show."""
+    digest = hashlib.sha256()
+    for path, module in model.named_modules():
+        digest.update(f"{path}:{module.__class__.__name__}\n".encode())
+    for path, parameter in model.named_parameters():
+        digest.update(f"{path}={tuple(parameter.shape)}:{parameter.dtype}\n".encode())
+    return digest.hexdigest()[:16]

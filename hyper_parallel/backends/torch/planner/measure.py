@@ -1,0 +1,92 @@
+"""What a step really takes, as the model is now: peak of active bytes, time, and what the engine had to wait for."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from hyper_parallel.backends.torch.planner.blocks import device_of, require_module
+from hyper_parallel.backends.torch.planner.meters import Meter, meter_for
+from hyper_parallel.backends.torch.planner.survey import require_step
+from hyper_parallel.backends.torch.planner.trial import no_trace
+from hyper_parallel.core.activation_checkpoint.swap import SwapManager
+
+__all__ = ["StepMeasure", "measure_step"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepMeasure:
+    """A few steps, measured. Bytes and seconds are per step."""
+
+    peak_bytes: int
+    step_seconds: float
+    reserved_bytes: int
+    swapped_out_bytes: int
+    exposed_copy_seconds: float
+    late_loads: int
+    misses: int
+    is_complete: bool = True  # False: the device ran out of memory, and the peak is what it got to
+
+
+def measure_step(
+    model: Any, step: Callable[[], Any], *, steps: int = 3, warmup: int = 2, is_guarded: bool = False
+) -> StepMeasure:
+    """Run the step a few times and leave no trace; or leave that to a caller who guards the whole.
+
+    The first steps pin far memory, make gradients and learn the link; they are not measured. Gradients stay between
+    steps, as in a run that accumulates: the larger of two cases.
+    """
+    who = "measure_step"
+    require_module(model, who)
+    require_step(step, who)
+    device = device_of(model, who)
+    meter = meter_for(device, who=who)
+    try:
+        with contextlib.nullcontext() if is_guarded else no_trace(model, device, who=who):
+            return _measure(step, meter, steps=steps, warmup=warmup)
+    except Exception as error:
+        if not meter.is_out_of_memory(error):
+            raise
+    peak, reserved = meter.peak_bytes(), meter.reserved_bytes()
+    meter.tidy()
+    return StepMeasure(
+        peak_bytes=peak,
+        step_seconds=float("inf"),
+        reserved_bytes=reserved,
+        swapped_out_bytes=0,
+        exposed_copy_seconds=0.0,
+        late_loads=0,
+        misses=0,
+        is_complete=False,
+    )
+
+
+def _measure(step: Callable[[], Any], meter: Meter, *, steps: int, warmup: int) -> StepMeasure:
+    meter.reset_peak()
+    for _ in range(warmup):
+        step()
+    gc.collect()
+    meter.wait()
+    meter.reset_peak()
+    before = SwapManager().stats()
+    times = []
+    for _ in range(steps):
+        start = meter.mark()
+        step()
+        times.append((start, meter.mark()))
+    meter.wait()
+    peak, reserved = meter.peak_bytes(), meter.reserved_bytes()
+    after = SwapManager().stats()
+    return StepMeasure(
+        peak_bytes=peak,
+        step_seconds=statistics.median(meter.seconds(start, end) for start, end in times),
+        reserved_bytes=reserved,
+        swapped_out_bytes=(after.swapped_out_bytes - before.swapped_out_bytes) // steps,
+        exposed_copy_seconds=(after.exposed_copy_us - before.exposed_copy_us) / 1e6 / steps,
+        late_loads=after.late_loads - before.late_loads,
+        misses=after.misses - before.misses,
+    )

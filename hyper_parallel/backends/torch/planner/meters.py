@@ -1,0 +1,175 @@
+"""A device's clock and its memory, read the same way on an accelerator and on the simulated one.
+
+Bytes are *active* bytes: a block that a copy stream still owns counts, as it does on the device.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import torch
+
+from hyper_parallel.backends.torch.simulation import SimulatedBackend
+from hyper_parallel.core.activation_checkpoint.swap import SwapManager
+from hyper_parallel.errors import PlanError
+from hyper_parallel.simulation.simulation import Simulation
+
+__all__ = ["AcceleratorMeter", "Meter", "SimulatedMeter", "meter_for"]
+
+Mark = Any  # torch.Event | float
+
+
+class Meter(Protocol):
+    """What is read of a device while trial steps run."""
+
+    device_name: str
+    is_simulated: bool
+
+    def active_bytes(self) -> int:
+        """Bytes in use now."""
+
+    def peak_bytes(self) -> int:
+        """The most since :meth:`reset_peak`."""
+
+    def reserved_bytes(self) -> int:
+        """The most that the allocator held."""
+
+    def reset_peak(self) -> None:
+        """Start a new peak."""
+
+    def capacity_bytes(self) -> int | None:
+        """All bytes that this process could use; None: nothing limits them."""
+
+    def mark(self) -> Mark:
+        """This moment on the device."""
+
+    def seconds(self, start: Mark, end: Mark) -> float:
+        """Device time between two marks; after :meth:`wait`."""
+
+    def wait(self) -> None:
+        """Let the device finish what is queued."""
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """Whether this is the device saying that it is full."""
+
+    def tidy(self) -> None:
+        """After an error: give back what the allocator keeps."""
+
+
+class AcceleratorMeter:
+    """An accelerator, through torch's module for it."""
+
+    is_simulated = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = torch.get_device_module(device)  # torch.cuda | torch.npu | torch.xpu
+        self.device_name = str(self._module.get_device_name(device))
+
+    def _statistic(self, name: str) -> int:
+        return int(self._module.memory_stats(self._device).get(name, 0))
+
+    def active_bytes(self) -> int:
+        """See :class:`Meter`."""
+        return self._statistic("active_bytes.all.current")
+
+    def peak_bytes(self) -> int:
+        """See :class:`Meter`."""
+        return self._statistic("active_bytes.all.peak")
+
+    def reserved_bytes(self) -> int:
+        """See :class:`Meter`."""
+        return self._statistic("reserved_bytes.all.peak")
+
+    def reset_peak(self) -> None:
+        """See :class:`Meter`."""
+        self._module.reset_peak_memory_stats(self._device)
+
+    def capacity_bytes(self) -> int | None:
+        """See :class:`Meter`."""
+        free, _ = self._module.mem_get_info(self._device)
+        return int(free) + self._statistic("reserved_bytes.all.current")
+
+    def mark(self) -> Mark:
+        """See :class:`Meter`."""
+        event = self._module.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: Mark, end: Mark) -> float:
+        """See :class:`Meter`."""
+        return max(0.0, float(start.elapsed_time(end)) / 1e3)
+
+    def wait(self) -> None:
+        """See :class:`Meter`."""
+        self._module.synchronize(self._device)
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """See :class:`Meter`."""
+        return isinstance(error, torch.OutOfMemoryError)
+
+    def tidy(self) -> None:
+        """See :class:`Meter`."""
+        self._module.empty_cache()
+
+
+class SimulatedMeter:
+    """The simulated accelerator: its bytes are counted, its time is the host's."""
+
+    is_simulated = True
+    device_name = "simulated accelerator"
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+
+    def active_bytes(self) -> int:
+        """See :class:`Meter`."""
+        return self._simulation.live_bytes
+
+    def peak_bytes(self) -> int:
+        """See :class:`Meter`."""
+        return self._simulation.peak_bytes
+
+    def reserved_bytes(self) -> int:
+        """See :class:`Meter`."""
+        return self._simulation.peak_bytes
+
+    def reset_peak(self) -> None:
+        """See :class:`Meter`."""
+        self._simulation.reset_peak()
+
+    def capacity_bytes(self) -> int | None:
+        """See :class:`Meter`."""
+        return None
+
+    def mark(self) -> Mark:
+        """See :class:`Meter`."""
+        return time.perf_counter()
+
+    def seconds(self, start: Mark, end: Mark) -> float:
+        """See :class:`Meter`."""
+        return max(0.0, float(end) - float(start))
+
+    def wait(self) -> None:
+        """See :class:`Meter`."""
+
+    def is_out_of_memory(self, error: BaseException) -> bool:
+        """See :class:`Meter`."""
+        return isinstance(error, MemoryError)
+
+    def tidy(self) -> None:
+        """See :class:`Meter`."""
+
+
+def meter_for(device: torch.device, *, who: str) -> Meter:
+    """The meter of the device that a model is on."""
+    simulated = SwapManager().backends.get(("torch simulated", device.type))
+    if isinstance(simulated, SimulatedBackend):
+        return SimulatedMeter(simulated.simulation)
+    if device.type in ("cpu", "meta"):
+        raise PlanError(
+            f"{who}: the model is on {device.type}, where activations are in host memory already and there is no device memory "
+            "to plan. Move it to an accelerator, or run inside hyper_parallel.testing.simulated_accelerator()."
+        )
+    return AcceleratorMeter(device)

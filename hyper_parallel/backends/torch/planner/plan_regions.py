@@ -1,0 +1,200 @@
+"""A plan applied: regions in the place of the modules it names, each op instance with the fate the plan gave it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyper_parallel.backends.torch.checkpointing import checkpoint, swap
+from hyper_parallel.backends.torch.first_step import foretell
+from hyper_parallel.backends.torch.planner.blocks import BlockRef, fingerprint_of, refuse_wrapped, require_module
+from hyper_parallel.backends.torch.planner.compiled import refuse_compiled
+from hyper_parallel.backends.torch.planner.measure import StepMeasure
+from hyper_parallel.backends.torch.planner.regions import Handle, Replacements, op_name, op_overload
+from hyper_parallel.config import SwapConfig, current_config
+from hyper_parallel.core.activation_checkpoint.activation_checkpoint import CheckpointPolicy
+from hyper_parallel.errors import PlanError
+from hyper_parallel.planner.plan import BlockPlan, Fate, Plan, RegionPlan
+from hyper_parallel.planner.profile import EngineSettings
+
+__all__ = ["AppliedPlan", "PlannedRegion", "apply_plan"]
+
+_POLICIES = {
+    Fate.SAVE: CheckpointPolicy.MUST_SAVE,
+    Fate.SWAP: CheckpointPolicy.MUST_SWAP,
+    Fate.RECOMPUTE: CheckpointPolicy.PREFER_RECOMPUTE,
+}
+_OpKey = tuple[str, str]  # base name, overload
+
+
+class PlannedRegion:
+    """The checkpoint function of one region: a value, so that the model can be copied and pickled with it."""
+
+    def __init__(self, region: RegionPlan, settings: SwapConfig, *, predicted_peak_bytes: int | None = None) -> None:
+        self._predicted_peak_bytes = predicted_peak_bytes
+        self._swaps_inputs = region.input_fate is Fate.SWAP
+        self._is_replayed = region.is_replayed
+        self._settings = settings
+        fates: dict[_OpKey, dict[int, CheckpointPolicy]] = {}
+        for op in region.ops:
+            if op.fate is not Fate.RECOMPUTE:
+                fates.setdefault((op.name, op.overload), {})[op.occurrence] = _POLICIES[op.fate]
+        self._fates = fates
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the region; the count of ops begins anew with every call."""
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        foretell(self._predicted_peak_bytes)
+        if not self._is_replayed:
+            return swap(function, *args, swap_config=self._settings, **kwargs)
+        return checkpoint(
+            function,
+            *args,
+            policy_fn=_ByOccurrence(self._fates) if self._fates else None,
+            swap_inputs=self._swaps_inputs,
+            swap_config=self._settings,
+            **kwargs,
+        )
+
+
+class _ByOccurrence:
+    """The policy of one call of a region: the n-th instance of an op has the n-th fate, the rest is recomputed."""
+
+    __slots__ = ("_counts", "_fates", "_known")
+
+    def __init__(self, fates: Mapping[_OpKey, Mapping[int, CheckpointPolicy]]) -> None:
+        self._fates = fates
+        self._known: dict[Any, Mapping[int, CheckpointPolicy] | None] = {}
+        self._counts: dict[Any, int] = {}
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        try:
+            fates = self._known[op]
+        except KeyError:
+            fates = self._known[op] = self._fates.get((op_name(op), op_overload(op)))
+        if fates is None:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        count = self._counts.get(op, 0)
+        self._counts[op] = count + 1
+        return fates.get(count, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+class AppliedPlan(Handle):
+    """A plan on a model: ``stats()``, ``report(path)``, ``remove()``, or a ``with`` block."""
+
+    def __init__(self, replacements: Replacements, plan: Plan, device_bytes: int | None) -> None:
+        super().__init__(replacements)
+        self.plan = plan
+        self.device_bytes = device_bytes
+        self.measured: StepMeasure | None = None  # filled by fit_memory
+        self.history: tuple[Mapping[str, Any], ...] = ()
+
+    def stats(self) -> Mapping[str, Any]:
+        """What was planned, what was measured of it, and what the engine counted since it was applied."""
+        return {
+            "budget_bytes": self.plan.budget_bytes,
+            "predicted_peak_bytes": self.plan.predicted_peak_bytes,
+            "predicted_step_seconds": self.plan.predicted_step_seconds,
+            "measured_peak_bytes": None if self.measured is None else self.measured.peak_bytes,
+            "measured_step_seconds": None if self.measured is None else self.measured.step_seconds,
+            "reserved_bytes": None if self.measured is None else self.measured.reserved_bytes,
+            "device_bytes": self.device_bytes,
+            "regions": len(self._replacements),
+            "history": list(self.history),
+            **self._counted(),
+        }
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan and what became of it: JSON for a name that ends in .json, text otherwise."""
+        target = Path(path)
+        if target.suffix in (".html", ".htm"):
+            raise ValueError(
+                f"report: cannot write {target.name}: a plan's report is text or .json, and a page draws a step as it ran; "
+                "record one with: hyper-parallel bench MODULE:FACTORY --budget BYTES --html FILE"
+            )
+        if target.suffix == ".json":
+            text = json.dumps({"plan": self.plan.summary().splitlines(), **self.stats()}, indent=2, default=str) + "\n"
+        else:
+            text = "\n".join([self.plan.summary(), "", *_lines(self.stats())]) + "\n"
+        target.write_text(text, encoding="utf-8")
+
+    def __repr__(self) -> str:
+        return f"<plan on {len(self._replacements)} regions, {self.plan.predicted_peak_bytes} bytes predicted>"
+
+
+def _lines(stats: Mapping[str, Any]) -> list[str]:
+    return [f"{name}: {value}" for name, value in stats.items() if name != "history"] + [
+        f"attempt {number}: {attempt}" for number, attempt in enumerate(stats["history"], start=1)
+    ]
+
+
+def apply_plan(model: Any, plan: Any, *, device_bytes: int | None = None) -> AppliedPlan:
+    """See ``hyper_parallel.apply_plan``."""
+    who = "apply_plan"
+    require_module(model, who)
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"{who}: expected a Plan, got {type(plan).__name__}; make one with plan_memory, or Plan.load(path)"
+        )
+    plan.check_model(fingerprint_of(model), model=type(model).__name__)
+    modules = _modules_of(model, plan, who)
+    settings = swap_config_of(plan.settings, device_bytes)
+    replacements = Replacements(model)
+    try:
+        for path, module, region in modules:
+            replacements.wrap(
+                path, module, PlannedRegion(region, settings, predicted_peak_bytes=plan.predicted_peak_bytes)
+            )
+    except BaseException:
+        replacements.restore()
+        raise
+    return AppliedPlan(replacements, plan, device_bytes)
+
+
+def _modules_of(model: nn.Module, plan: Plan, who: str) -> list[tuple[str, nn.Module, RegionPlan]]:
+    """Every module that becomes a region; nothing is changed yet."""
+    named = dict(model.named_modules())
+    found: dict[str, tuple[str, nn.Module, RegionPlan]] = {}
+    for block in plan.blocks:
+        recipe = plan.recipe_of(block)
+        if recipe is None:
+            continue
+        whole = _module(named, block, "", who)
+        refuse_wrapped(model, [BlockRef(block.name, whole)], who)
+        refuse_compiled(block.name, whole)  # also where only parts of it become regions
+        for region in recipe.regions:
+            path = f"{block.name}.{region.module}" if region.module else block.name
+            # A module that a step calls twice follows the plan of its first call.
+            found.setdefault(path, (path, _module(named, block, region.module, who), region))
+    return list(found.values())
+
+
+def _module(named: Mapping[str, nn.Module], block: BlockPlan, inner: str, who: str) -> nn.Module:
+    path = f"{block.name}.{inner}" if inner else block.name
+    module = named.get(path)
+    if module is None:
+        raise PlanError(
+            f"{who}: the plan names a module {path!r} that this model does not have; profile it and plan again"
+        )
+    return module
+
+
+def swap_config_of(settings: EngineSettings, device_bytes: int | None) -> SwapConfig:
+    """The settings of now, with the plan's window, tail and prefetch."""
+    now = current_config()
+    return dataclasses.replace(
+        now,
+        min_bytes=settings.min_bytes,
+        tail_bytes=settings.tail_bytes,
+        window_bytes=settings.window_bytes,
+        prefetch_bytes=settings.prefetch_bytes,
+        device_bytes=now.device_bytes if device_bytes is None else device_bytes,
+    )

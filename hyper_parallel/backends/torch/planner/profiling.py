@@ -1,0 +1,317 @@
+"""``profile_memory``: a few trial steps, and what they were made of.
+
+Order of trials
+---------------
+1. *Survey*: every block replayed, inputs swapped: which ops, which kinds. Gradients come into being here and stay for
+   the other trials, as they are in a training run that accumulates: the larger of two cases.
+2. *Bytes*: one block of every kind left alone and seen op by op, the others replayed.
+3. *Seconds*, several times: the same with clocks; the others swap their inputs, so that the link is measured under load.
+4. *Plain*: nothing changed, where that fits: the step's own peak and time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from hyper_parallel._version import __version__
+from hyper_parallel.backends.torch.devices import backend_for
+from hyper_parallel.backends.torch.planner.blocks import (
+    BlockRef,
+    device_of,
+    find_blocks,
+    fingerprint_of,
+    require_module,
+)
+from hyper_parallel.backends.torch.planner.kinds import fold, make_kind, shared_storages
+from hyper_parallel.backends.torch.planner.links import engine_settings, far_caps, measure_link
+from hyper_parallel.backends.torch.planner.meters import Meter, meter_for
+from hyper_parallel.backends.torch.planner.observe import Observation
+from hyper_parallel.backends.torch.planner.segments import (
+    backward_seconds,
+    call_of,
+    epilogue,
+    forward_seconds,
+    host_cost,
+    kept_bytes,
+    made_before_blocks,
+    median,
+    prologue,
+)
+from hyper_parallel.backends.torch.planner.survey import Survey, require_step, surveyed
+from hyper_parallel.backends.torch.planner.trial import no_trace
+from hyper_parallel.backends.torch.planner.trials import (
+    ALONE,
+    OBSERVED,
+    REGION,
+    REPLAYED,
+    REPLAYED_SWAPPED,
+    Trial,
+    trial,
+)
+from hyper_parallel.config import current_config
+from hyper_parallel.core.activation_checkpoint.swap import SwapManager
+from hyper_parallel.core.activation_checkpoint.timing import Span
+from hyper_parallel.errors import BudgetTooSmallError
+from hyper_parallel.planner.profile import BaseBytes, Block, BlockKind, HostCost, Measured, Profile, Versions
+
+__all__ = ["profile_memory"]
+
+_FITS_SHARE: Final = 0.9  # of the device: an estimate above this is not tried
+Step = Callable[[], Any]
+
+
+def profile_memory(
+    model: Any,
+    step: Step,
+    *,
+    blocks: str | Sequence[str] | None = None,
+    steps: int = 3,
+    is_guarded: bool = False,
+    agrees: Callable[[bool], bool] = bool,
+) -> Profile:
+    """See ``hyper_parallel.profile_memory``.
+
+    ``is_guarded``: the caller puts back what trial steps change. ``agrees``: whether what is so here is so on all ranks,
+    for steps that only all of them can try.
+    """
+    who = "profile_memory"
+    require_module(model, who)
+    require_step(step, who)
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"{who}: steps says how many steps are timed, 1 or more; got {steps!r}")
+    found = find_blocks(model, blocks, who=who)
+    device = device_of(model, who)
+    meter = meter_for(device, who=who)
+    with contextlib.nullcontext() if is_guarded else no_trace(model, device, who=who):
+        return _Profiler(model, step, found, device, meter, steps=steps, agrees=agrees).run()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """What all trials together showed."""
+
+    calls: Sequence[Observation]  # of the survey, in order
+    kinds: Sequence[int]  # of each call
+    stand_ins: Sequence[int]  # of each kind, the call that was observed
+    base: BaseBytes
+    memory: Trial
+    timings: Sequence[Trial]
+    plain: Sequence[Trial]  # none where the step left alone does not fit
+    weighed: Trial | None
+    host: Mapping[str, float]  # seconds to issue a step whose blocks are all treated alike
+
+
+class _Profiler:
+    """The trials of one profile, one after the other."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        step: Step,
+        blocks: list[BlockRef],
+        device: torch.device,
+        meter: Meter,
+        *,
+        steps: int,
+        agrees: Callable[[bool], bool],
+    ) -> None:
+        self.model = model
+        self.step = step
+        self.blocks = blocks
+        self.device = device
+        self.meter = meter
+        self.steps = steps
+        self.agrees = agrees
+        self.spans: list[Span] = []
+
+    def run(self) -> Profile:
+        """All trials, then the record."""
+        survey = self._survey()
+        kinds, stand_ins = fold(survey.calls, self.blocks)
+        observed = {survey.calls[at].block for at in stand_ins}
+        base = self._base()
+        memory = self._trial(observed, rest=REPLAYED, reads_memory=True)
+        timings = [self._timed(observed) for _ in range(self.steps)]
+        host = {how: self._host_seconds(how) for how in (REPLAYED, REPLAYED_SWAPPED, REGION)}
+        kept = sum(kept_bytes(memory, survey.calls[stand_ins[kind]].block) for kind in kinds)
+        plain, weighed = self._plain(memory, kept)
+        return self._record(
+            _Seen(
+                calls=survey.calls,
+                kinds=kinds,
+                stand_ins=stand_ins,
+                base=base,
+                memory=memory,
+                timings=timings,
+                plain=plain,
+                weighed=weighed,
+                host=host,
+            )
+        )
+
+    # ------------------------------------------------------------------ trials
+
+    def _survey(self) -> Survey:
+        try:
+            with surveyed(self.model, self.blocks) as survey:
+                self.step()
+        except Exception as error:
+            if not self.meter.is_out_of_memory(error):
+                raise
+            error = error.with_traceback(None)
+            self.meter.tidy()
+            raise BudgetTooSmallError(
+                f"profile_memory: the step does not fit on {self.meter.device_name} even with every block replayed and its "
+                f"inputs swapped ({error}). Shorten the sequence or the batch, or shard the model."
+            ) from None
+        survey.check("profile_memory", self.blocks)
+        return survey
+
+    def _base(self) -> BaseBytes:
+        """What is there between two steps."""
+        gc.collect()
+        self.meter.wait()
+        weights = _bytes_of(self.model.parameters())
+        gradients = _bytes_of(p.grad for p in self.model.parameters() if p.grad is not None)
+        optimizer = _bytes_of(_optimizer_states(self.model))
+        rest = self.meter.active_bytes() - weights - gradients - optimizer
+        if rest < 0:  # states, or weights, that are not on the device
+            optimizer = max(0, optimizer + rest)
+        return BaseBytes(
+            weights=weights,
+            gradients=gradients,
+            optimizer=optimizer,
+            other=max(0, self.meter.active_bytes() - weights - gradients - optimizer),
+        )
+
+    def _trial(self, observed: set[str], *, rest: str, reads_memory: bool) -> Trial:
+        how = {block.name: OBSERVED if block.name in observed else rest for block in self.blocks}
+        with trial(self.model, self.blocks, how, self.meter, reads_memory=reads_memory) as result:
+            self.step()
+        return result
+
+    def _timed(self, observed: set[str]) -> Trial:
+        with SwapManager().record_timeline() as spans:
+            result = self._trial(observed, rest=REPLAYED_SWAPPED, reads_memory=False)
+        self.spans.extend(spans)
+        return result
+
+    def _host_seconds(self, rest: str) -> float:
+        """How long the host takes to issue a step whose blocks are all treated like this."""
+        self.meter.wait()
+        how = {block.name: rest for block in self.blocks}
+        with trial(self.model, self.blocks, how, self.meter, reads_memory=False) as result:
+            self.step()
+        return result.points[-1].host_seconds - result.points[0].host_seconds
+
+    def _plain(self, memory: Trial, kept: int) -> tuple[list[Trial], Trial | None]:
+        """The step left alone, timed and weighed; nothing where it does not fit."""
+        capacity = self.meter.capacity_bytes()
+        peak = max(point.peak_bytes for point in memory.points)
+        if not self.agrees(capacity is None or peak + kept <= _FITS_SHARE * capacity):
+            return [], None
+        try:
+            weighed = self._trial(set(), rest=ALONE, reads_memory=True)
+            return [self._trial(set(), rest=ALONE, reads_memory=False) for _ in range(self.steps)], weighed
+        except Exception as error:
+            if not self.meter.is_out_of_memory(error):
+                raise
+        self.meter.tidy()
+        return [], None
+
+    # ------------------------------------------------------------------ the record
+
+    def _record(self, seen: _Seen) -> Profile:
+        config = current_config()
+        backend = backend_for(self.device, config)
+        assert backend is not None, "a device that has a meter has a backend"
+        rows = _rows(seen)
+        return Profile(
+            versions=Versions(
+                framework="torch",
+                framework_version=torch.__version__,
+                device=self.meter.device_name,
+                library_version=__version__,
+                python_version=platform.python_version(),
+            ),
+            model_fingerprint=fingerprint_of(self.model),
+            base=seen.base,
+            kinds=tuple(self._kind(seen, kind) for kind in range(len(seen.stand_ins))),
+            blocks=rows,
+            prologue=prologue(seen.memory, seen.plain or seen.timings, rows[0].input_bytes),
+            epilogue=epilogue(seen.memory, seen.plain or seen.timings),
+            measured=self._measured(seen.plain, seen.weighed),
+            link=measure_link(backend, self.meter, self.spans),
+            far=far_caps(config),
+            engine=engine_settings(config),
+            # A simulated device is the host, and its time is counted already.
+            host=HostCost() if self.meter.is_simulated else host_cost(seen.plain, seen.host, seen.calls),
+        )
+
+    def _kind(self, seen: _Seen, kind: int) -> BlockKind:
+        name = seen.calls[seen.stand_ins[kind]].block
+        members = [number for number, of in enumerate(seen.kinds) if of == kind]
+        return make_kind(
+            next(block.module.__class__.__name__ for block in self.blocks if block.name == name),
+            call_of(seen.memory, name),
+            [(one, call_of(one, name)) for one in seen.timings],
+            forward_seconds=median([forward_seconds(one, number) for one in seen.plain for number in members]),
+            backward_seconds=median([backward_seconds(one, number) for one in seen.plain for number in members]),
+        )
+
+    def _measured(self, plain: Sequence[Trial], weighed: Trial | None) -> Measured:
+        under = "none"
+        if not plain or weighed is None:
+            under = "every block replayed"
+            weighed = self._trial(set(), rest=REPLAYED, reads_memory=True)
+            plain = [self._trial(set(), rest=REPLAYED, reads_memory=False)]
+        before, highest = max(zip(weighed.points, weighed.points[1:]), key=lambda pair: pair[1].peak_bytes)
+        seconds = median([one.seconds(one.points[0], one.points[-1]) for one in plain])
+        assert seconds is not None, "at least one step was timed"
+        return Measured(
+            step_seconds=seconds,
+            peak_bytes=highest.peak_bytes,
+            peak_where=f"after {before.name}",
+            reserved_bytes=max(0, self.meter.reserved_bytes()),
+            under=under,
+        )
+
+
+def _rows(seen: _Seen) -> tuple[Block, ...]:
+    shared = shared_storages(seen.calls)
+    given = [sum(n for key, n in call.input_storages.items() if key not in shared) for call in seen.calls]
+    given[0] = min(given[0], made_before_blocks(seen.memory))  # a batch that was there before belongs to the base
+    return tuple(
+        Block(name=call.block, kind=kind, input_bytes=nbytes)
+        for call, kind, nbytes in zip(seen.calls, seen.kinds, given)
+    )
+
+
+def _bytes_of(tensors: Any) -> int:
+    storages: dict[int, int] = {}
+    for tensor in tensors:
+        local = getattr(tensor, "_local_tensor", tensor)
+        storage = local.untyped_storage()
+        storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _optimizer_states(model: nn.Module) -> list[torch.Tensor]:
+    """The states of every optimizer that holds one of the model's parameters."""
+    mine = set(map(id, model.parameters()))
+    found: list[torch.Tensor] = []
+    for thing in gc.get_objects():
+        if not issubclass(type(thing), torch.optim.Optimizer):
+            continue
+        for parameter, state in thing.state.items():
+            if id(parameter) in mine:
+                found += [value for value in state.values() if isinstance(value, torch.Tensor) and value.dim() > 0]
+    return found

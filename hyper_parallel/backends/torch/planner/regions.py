@@ -1,0 +1,131 @@
+"""Regions in the place of blocks: wrappers put in, taken out, and nothing left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from hyper_parallel.backends.torch.planner.blocks import Place, places_of
+from hyper_parallel.backends.torch.planner.compiled import refuse_compiled
+from hyper_parallel.backends.torch.wrappers import CheckpointWrapper
+from hyper_parallel.core.activation_checkpoint.statistics import SwapStats
+from hyper_parallel.core.activation_checkpoint.swap import SwapManager
+from hyper_parallel.errors import PlanError
+
+__all__ = ["Handle", "Replacements", "op_name"]
+
+
+def op_name(op: Any) -> str:  # torch._ops.OpOverload | torch._ops.HigherOrderOperator
+    """The exact base name of an op: ``mm`` for ``aten.mm.default``."""
+    packet = getattr(op, "overloadpacket", None)
+    return str(packet.__name__) if packet is not None else str(op)
+
+
+def op_overload(op: Any) -> str:  # torch._ops.OpOverload | torch._ops.HigherOrderOperator
+    """``default`` for ``aten.mm.default``; empty for what has no overloads."""
+    return str(getattr(op, "_overloadname", ""))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Replaced:
+    path: str
+    place: Place
+    original: nn.Module
+    wrapper: nn.Module
+
+
+class Replacements:
+    """Wrappers that took modules' places, and the way back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._done: list[_Replaced] = []
+
+    def wrap(
+        self, path: str, module: nn.Module, checkpoint_fn: Callable[..., Any], *, may_be_compiled: bool = False
+    ) -> None:
+        """Let every call of ``module`` go through ``checkpoint_fn``.
+
+        ``may_be_compiled``: the function treats the module as a whole and asks nobody about single ops.
+        """
+        places = places_of(self._model, module)
+        if not places:
+            raise PlanError(f"{path}: cannot be wrapped, because it is the model itself; name the modules inside it")
+        if not may_be_compiled:
+            refuse_compiled(path, module)
+        wrapper = CheckpointWrapper(module, checkpoint_fn)
+        for place in places:
+            place.put(wrapper)
+            self._done.append(_Replaced(path, place, module, wrapper))
+
+    def restore(self) -> None:
+        """Put the modules back, last first; a place that somebody else took since is an error, after all others are back."""
+        taken = []
+        while self._done:
+            replaced = self._done.pop()
+            if replaced.place.get() is replaced.wrapper:
+                replaced.place.put(replaced.original)
+            else:
+                taken.append(replaced.path)
+        if taken:
+            raise PlanError(
+                f"remove: cannot put {', '.join(taken[:4])} back, because something else was put in their place since. Take that "
+                "off first; everything else is as it was."
+            )
+
+    def __len__(self) -> int:
+        return len(self._done)
+
+
+class Handle:
+    """Something applied to a model: a context manager whose end, or ``remove()``, takes it off again."""
+
+    def __init__(self, replacements: Replacements) -> None:
+        self._replacements = replacements
+        self._before = SwapManager().stats()
+
+    def remove(self) -> None:
+        """Put the model back as it was; nothing happens the second time."""
+        self._replacements.restore()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def _counted(self) -> dict[str, Any]:
+        """What the engine counted since this was applied."""
+        return _difference(SwapManager().stats(), self._before)
+
+
+_TOTALS = (
+    "saved_bytes",
+    "recomputed_bytes",
+    "swapped_out_bytes",
+    "swapped_in_bytes",
+    "hidden_copy_us",
+    "exposed_copy_us",
+    "prefetch_hits",
+    "late_loads",
+    "misses",
+    "shared_copies",
+    "shared_bytes",
+)
+
+
+def _difference(after: SwapStats, before: SwapStats) -> dict[str, Any]:
+    totals: dict[str, Any] = {name: max(0, getattr(after, name) - getattr(before, name)) for name in _TOTALS}
+    for name in ("kept_bytes", "kept_count", "replayed_ops", "overruled"):
+        old = getattr(before, name)
+        totals[name] = {
+            key: value - old.get(key, 0) for key, value in getattr(after, name).items() if value > old.get(key, 0)
+        }
+    totals["pinned_bytes"] = after.pinned_bytes
+    return totals

@@ -1,0 +1,209 @@
+"""Rules applied: a region in the place of every block, whose policy asks the rules by module path and op name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hyper_parallel.backends.torch.checkpointing import checkpoint
+from hyper_parallel.backends.torch.planner.blocks import BlockRef, find_blocks, require_module
+from hyper_parallel.backends.torch.planner.paths import Paths
+from hyper_parallel.backends.torch.planner.regions import Handle, Replacements, op_name
+from hyper_parallel.backends.torch.planner.survey import list_ops, require_step
+from hyper_parallel.core.activation_checkpoint.activation_checkpoint import CheckpointPolicy
+from hyper_parallel.errors import PlanError
+from hyper_parallel.planner.rules import INPUT, OpTable, RuleFate, RuleSet
+
+__all__ = ["RulesHandle", "apply_rules"]
+
+_POLICIES = {
+    RuleFate.SWAP: CheckpointPolicy.MUST_SWAP,
+    RuleFate.SAVE: CheckpointPolicy.MUST_SAVE,
+    RuleFate.RECOMPUTE: CheckpointPolicy.MUST_RECOMPUTE,
+    RuleFate.PREFER_SAVE: CheckpointPolicy.PREFER_SAVE,
+    RuleFate.PREFER_RECOMPUTE: CheckpointPolicy.PREFER_RECOMPUTE,
+}
+
+
+class RuledRegion:
+    """The checkpoint function of one block under rules; also its policy."""
+
+    def __init__(self, block: str, rules: RuleSet, paths: Paths | None) -> None:
+        self.block = block
+        self._rules = rules
+        self._paths = paths  # None: all modules of the block get the same answers
+        self._answers: dict[tuple[str, Any], tuple[CheckpointPolicy, tuple[str, str]]] = {}
+        self._swaps_inputs = rules.fate_of(block, INPUT) is RuleFate.SWAP
+        self.seen: Counter[tuple[str, str]] = Counter()
+        self.was_called = False
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the block as a region."""
+        self.was_called = True
+        if torch.is_grad_enabled():
+            self.seen[self.block, INPUT] += 1
+        return checkpoint(function, *args, policy_fn=self.policy, swap_inputs=self._swaps_inputs, **kwargs)
+
+    def policy(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        """What becomes of this op, here."""
+        path = self.block
+        if self._paths is not None:
+            stack = self._paths.stack
+            path = stack[-1] if stack else self.block
+        answer = self._answers.get((path, op))
+        if answer is None:
+            name = op_name(op)
+            answer = self._answers[path, op] = _POLICIES[self._rules.fate_of(path, name)], (path, name)
+        self.seen[answer[1]] += 1
+        return answer[0]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_answers": {}}  # ops do not pickle, and the answers are found again
+
+
+class RulesHandle(Handle):
+    """Rules on a model; ``stats()``, ``remove()``, or a ``with`` block."""
+
+    def __init__(
+        self, replacements: Replacements, rules: RuleSet, regions: Sequence[RuledRegion], paths: Paths | None
+    ) -> None:
+        super().__init__(replacements)
+        self._rules = rules
+        self._regions = regions
+        self._paths = paths
+        self._check: Any = None  # torch.utils.hooks.RemovableHandle
+
+    def check_at_first_forward(self, model: nn.Module) -> None:
+        """Look, when the first forward ends, whether every rule matched something."""
+        self._check = model.register_forward_hook(_FirstForward(self))
+
+    def forward_ended(self) -> None:
+        """Refuse, and take off, rules of which one matched nothing."""
+        seen = self._seen()
+        if not seen and (any(region.was_called for region in self._regions) or not torch.is_grad_enabled()):
+            return  # without gradients no region asked
+        self._end_check()
+        try:
+            if not seen:
+                raise PlanError(self._no_block_was_called())
+            if not self._rules.may_match_nothing:
+                self._rules.check_matched(seen)
+        except PlanError as error:
+            self.remove()
+            raise PlanError(f"{error} The rules were taken off the model.") from None
+
+    def _no_block_was_called(self) -> str:
+        names = [region.block for region in self._regions]
+        inside = ".".join([*names[0].split(".")[:-1], "*", "*"])
+        patterns = ", ".join(repr(rule.pattern) for rule in self._rules.rules)
+        return (
+            f"apply_rules: no rule matched anything ({patterns}), because this forward called "
+            f"none of the model's {len(names)} blocks: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}. "
+            f"Name the modules that it does call, for example those inside: blocks={inside!r}."
+        )
+
+    def _end_check(self) -> None:
+        if self._check is not None:
+            self._check.remove()
+            self._check = None
+
+    def _seen(self) -> Counter[tuple[str, str]]:
+        total: Counter[tuple[str, str]] = Counter()
+        for region in self._regions:
+            total.update(region.seen)
+        return total
+
+    def remove(self) -> None:
+        """Put the model back as it was; nothing happens the second time."""
+        self._end_check()
+        if self._paths is not None:
+            self._paths.remove()
+        super().remove()
+
+    def stats(self) -> Mapping[str, Any]:
+        """How often each rule decided, and what the engine counted since the rules were applied."""
+        decided = {rule.pattern: 0 for rule in self._rules.rules}
+        unmatched = 0
+        for (path, op), count in self._seen().items():
+            number = self._rules.deciding(path, op)
+            if number is None:
+                unmatched += count
+            else:
+                decided[self._rules.rules[number].pattern] += count
+        return {"decided": decided, "no_rule": unmatched, **self._counted()}
+
+    def __repr__(self) -> str:
+        return f"<{len(self._rules.rules)} rules on {len(self._regions)} blocks>"
+
+
+class _FirstForward:
+    """The hook that checks; in a copy of the model, or a pickled one, it does nothing."""
+
+    def __init__(self, handle: RulesHandle | None = None) -> None:
+        self._handle = handle
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._handle is not None:
+            self._handle.forward_ended()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _FirstForward, ()
+
+
+def apply_rules(
+    model: Any, rules: RuleSet, *, blocks: str | Sequence[str] | None = None, step: Callable[[], Any] | None = None
+) -> RulesHandle:
+    """See ``hyper_parallel.apply_rules``."""
+    who = "apply_rules"
+    require_module(model, who)
+    if step is not None:
+        require_step(step, who)
+    found = find_blocks(model, blocks, who=who)
+    if not rules.may_match_nothing:
+        rules.check_modules(_module_paths(found))
+        rules.check_op_names(_known_ops())
+    if step is not None and not rules.may_match_nothing:
+        table: OpTable = list_ops(model, step, blocks=blocks)
+        rules.check_matched((row.module, row.op) for row in table)
+    if rules.spares_last_block and len(found) > 1:
+        found = found[:-1]
+    paths = Paths() if any(_depends_on_module(rules, block) for block in found) else None
+    replacements = Replacements(model)
+    regions = [RuledRegion(block.name, rules, paths) for block in found]
+    try:
+        if paths is not None:
+            paths.watch(found)
+        for block, region in zip(found, regions):
+            replacements.wrap(block.name, block.module, region)
+    except BaseException:
+        if paths is not None:
+            paths.remove()
+        replacements.restore()
+        raise
+    handle = RulesHandle(replacements, rules, regions, paths)
+    if step is None or rules.may_match_nothing:
+        handle.check_at_first_forward(model)
+    return handle
+
+
+def _module_paths(blocks: Sequence[BlockRef]) -> list[str]:
+    return [
+        f"{block.name}.{inner}" if inner else block.name
+        for block in blocks
+        for inner, _ in block.module.named_modules()
+    ]
+
+
+def _depends_on_module(rules: RuleSet, block: BlockRef) -> bool:
+    """Whether two modules of one block may get different answers."""
+    answers = {tuple(rule.matches_module(path) for rule in rules.rules) for path in _module_paths([block])}
+    return len(answers) > 1
+
+
+def _known_ops() -> list[str]:
+    names = {name.partition("::")[2].partition(".")[0] for name in torch._C._dispatch_get_all_op_names()}
+    return sorted(names)

@@ -1,0 +1,158 @@
+"""What lies around the blocks, and what the host spends: read from the points of trial steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+
+from hyper_parallel.backends.torch.planner.observe import Observation
+from hyper_parallel.backends.torch.planner.trials import (
+    REGION,
+    REPLAYED,
+    REPLAYED_SWAPPED,
+    Call,
+    Point,
+    Trial,
+)
+from hyper_parallel.planner.profile import HostCost, Segment
+
+__all__ = [
+    "backward_seconds",
+    "call_of",
+    "epilogue",
+    "forward_seconds",
+    "host_cost",
+    "kept_bytes",
+    "made_before_blocks",
+    "median",
+    "prologue",
+]
+
+
+def host_cost(plain: Sequence[Trial], host: Mapping[str, float], calls: Sequence[Observation]) -> HostCost:
+    """Where the step left alone does not fit there is nothing to compare with, and the host counts for nothing."""
+    issuing = median([one.points[-1].host_seconds - one.points[0].host_seconds for one in plain])
+    if issuing is None:
+        return HostCost()
+    ops = sum(len(call.ops) for call in calls)
+    return HostCost(
+        step_seconds=issuing,
+        replayed_op_seconds=max(0.0, host[REPLAYED] - issuing) / ops,
+        region_op_seconds=max(0.0, host[REGION] - host[REPLAYED]) / ops,
+        swap_seconds=max(0.0, host[REPLAYED_SWAPPED] - host[REPLAYED]) / len(calls),
+    )
+
+
+def median(values: Sequence[float | None]) -> float | None:
+    """Over what is known; None where nothing is."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def call_of(one: Trial, name: str) -> Call:
+    """The first call of a block."""
+    return next(call for call in one.calls if call.block == name)
+
+
+def forward_seconds(one: Trial, number: int) -> float | None:
+    """How long the forward of call ``number`` took."""
+    if number >= len(one.calls):
+        return None
+    call = one.calls[number]
+    assert call.forward_begin is not None, "every call has a beginning"
+    return None if call.forward_end is None else one.seconds(call.forward_begin, call.forward_end)
+
+
+def backward_seconds(one: Trial, number: int) -> float | None:
+    """How long its backward took; None for a block whose input needs no gradient."""
+    if number >= len(one.calls):
+        return None
+    call = one.calls[number]
+    if call.backward_begin is None or call.backward_end is None:
+        return None
+    return one.seconds(call.backward_begin, call.backward_end)
+
+
+def kept_bytes(memory: Trial, name: str) -> int:
+    """What backward keeps of an observed block."""
+    seen = call_of(memory, name).seen
+    assert seen is not None, "the block was observed"
+    return sum(op.kept_bytes for op in seen.ops)
+
+
+def made_before_blocks(memory: Trial) -> int:
+    """Bytes that the step made before its first block."""
+    first = memory.calls[0].forward_begin
+    assert first is not None, "every call has a beginning"
+    return max(0, first.active_bytes - memory.points[0].active_bytes)
+
+
+def prologue(memory: Trial, timed: Sequence[Trial], input_bytes: int) -> Segment:
+    """What runs before the blocks, and last in backward."""
+    start, first = memory.points[0], memory.calls[0].forward_begin
+    assert first is not None, "every call has a beginning"
+    backward, backward_transient = 0.0, 0
+    end = memory.calls[0].backward_end
+    if end is not None:
+        after = [point for point in memory.points if point.host_seconds > end.host_seconds]
+        backward_transient = max((point.peak_bytes for point in after), default=0) - end.active_bytes
+        backward = median([_after_blocks(one) for one in timed]) or 0.0
+    return Segment(
+        forward_seconds=median([_before_blocks(one) for one in timed]) or 0.0,
+        backward_seconds=backward,
+        kept_bytes=max(0, made_before_blocks(memory) - input_bytes),
+        forward_transient_bytes=max(0, first.peak_bytes - start.active_bytes),
+        backward_transient_bytes=max(0, backward_transient),
+    )
+
+
+def _before_blocks(one: Trial) -> float | None:
+    first = one.calls[0].forward_begin
+    return None if first is None else one.seconds(one.points[0], first)
+
+
+def _after_blocks(one: Trial) -> float | None:
+    end = one.calls[0].backward_end
+    return None if end is None else one.seconds(end, one.points[-1])
+
+
+@dataclasses.dataclass
+class _Turn:
+    """Between the last block's forward and its backward."""
+
+    last: Point
+    turn: Point  # where the model's forward ended
+    begin: Point  # where the last block's backward begins
+    inside: list[Point]  # every point between, the first excluded
+
+
+def _turn_of(one: Trial) -> _Turn | None:
+    last = max((call.forward_end for call in one.calls if call.forward_end), key=lambda point: point.host_seconds)
+    begins = [call.backward_begin for call in one.calls if call.backward_begin is not None]
+    begin = min(begins, key=lambda point: point.host_seconds) if begins else None
+    if begin is None:
+        return None
+    inside = one.points[one.points.index(last) + 1 : one.points.index(begin) + 1]
+    turn = next((point for point in reversed(inside) if point.name == "model forward ends"), last)
+    return _Turn(last, turn, begin, inside)
+
+
+def epilogue(memory: Trial, timed: Sequence[Trial]) -> Segment:
+    """Head and loss."""
+    span = _turn_of(memory)
+    if span is None:
+        return Segment()
+    output = next(call.output_bytes for call in memory.calls if call.forward_end is span.last)
+    ground = span.last.active_bytes - output
+    at_turn = span.inside.index(span.turn) + 1 if span.turn in span.inside else 0
+    forward = max((point.peak_bytes for point in span.inside[:at_turn]), default=span.last.active_bytes)
+    backward = max((point.peak_bytes for point in span.inside[at_turn:]), default=span.turn.active_bytes)
+    turns = [(one, _turn_of(one)) for one in timed]
+    return Segment(
+        forward_seconds=median([one.seconds(turn.last, turn.turn) for one, turn in turns if turn is not None]) or 0.0,
+        backward_seconds=median([one.seconds(turn.turn, turn.begin) for one, turn in turns if turn is not None]) or 0.0,
+        kept_bytes=max(0, span.turn.active_bytes - ground),
+        forward_transient_bytes=max(0, forward - ground),
+        backward_transient_bytes=max(0, backward - span.turn.active_bytes),
+    )

@@ -1,0 +1,139 @@
+"""The first look at a step: which blocks it runs, in which order, with which ops; under as little memory as there is.
+
+Every block is replayed and its inputs are swapped, so that a step that does not fit by itself can be looked at all the
+same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from hyper_parallel.backends.torch.checkpointing import checkpoint
+from hyper_parallel.backends.torch.graph import is_in_backward
+from hyper_parallel.backends.torch.planner.blocks import BlockRef, device_of, find_blocks, require_module
+from hyper_parallel.backends.torch.planner.observe import Observation, Observer
+from hyper_parallel.backends.torch.planner.paths import Paths
+from hyper_parallel.backends.torch.planner.regions import Replacements
+from hyper_parallel.backends.torch.planner.trial import no_trace
+from hyper_parallel.errors import PlanError
+from hyper_parallel.planner.rules import INPUT, OpRow, OpTable
+
+__all__ = ["Survey", "list_ops", "require_step", "surveyed"]
+
+
+def require_step(step: Any, who: str) -> Callable[[], Any]:
+    """The step, or an error that says what was given instead."""
+    if not callable(step):
+        raise TypeError(f"{who}: step must be a callable that runs one forward and backward, got {step!r}")
+    return step  # type: ignore[no-any-return]
+
+
+@dataclasses.dataclass
+class Survey:
+    """What one step ran, in order."""
+
+    calls: list[Observation] = dataclasses.field(default_factory=list)
+    has_backward: bool = False
+
+    def check(self, who: str, blocks: Sequence[BlockRef]) -> None:
+        """Refuse a step that runs no block with gradients, or no backward."""
+        if not self.calls:
+            raise PlanError(
+                f"{who}: the step ran none of the model's blocks ({blocks[0].name} .. {blocks[-1].name}) with gradients enabled. "
+                "Give a step that calls this very model, in training, outside torch.no_grad()."
+            )
+        if not self.has_backward:
+            raise PlanError(
+                f"{who}: the step never ran a backward through the blocks; activations are only kept for one. Give a step that "
+                "computes a loss from the model's output and calls loss.backward()."
+            )
+
+
+class _SurveyedBlock:
+    """The checkpoint function of one block while the first look is taken."""
+
+    def __init__(self, block: BlockRef, paths: Paths, survey: Survey) -> None:
+        self._block = block
+        self._paths = paths
+        self._survey = survey
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        output = checkpoint(self._forward(function), *args, swap_inputs=True, **kwargs)
+        note_backward(output, self._has_backward)
+        return output
+
+    def _forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if is_in_backward():
+                return function(*args, **kwargs)
+            observer = Observer(self._block.name, self._paths)
+            with observer.watching(args, kwargs, sees_saved=False):
+                output = function(*args, **kwargs)
+            self._survey.calls.append(observer.seen)
+            return output
+
+        return forward
+
+    def _has_backward(self, _: Any) -> None:
+        self._survey.has_backward = True
+
+
+def note_backward(output: Any, callback: Callable[[Any], None]) -> None:
+    """Call back when the first gradient of a block's output is there: its backward begins."""
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+    if tensors:
+        torch.autograd.graph.register_multi_grad_hook(tensors, callback, mode="any")
+
+
+@contextlib.contextmanager
+def surveyed(model: nn.Module, blocks: Sequence[BlockRef]) -> Iterator[Survey]:
+    """Blocks that are replayed and looked at; they are put back at the end."""
+    survey, paths, replacements = Survey(), Paths(), Replacements(model)
+    try:
+        paths.watch(blocks)
+        for block in blocks:
+            replacements.wrap(block.name, block.module, _SurveyedBlock(block, paths, survey))
+        yield survey
+    finally:
+        paths.remove()
+        replacements.restore()
+
+
+def list_ops(model: Any, step: Callable[[], Any], *, blocks: str | Sequence[str] | None = None) -> OpTable:
+    """See ``hyper_parallel.list_ops``."""
+    who = "list_ops"
+    require_module(model, who)
+    require_step(step, who)
+    found = find_blocks(model, blocks, who=who)
+    with no_trace(model, device_of(model, who), who=who):
+        with surveyed(model, found) as survey:
+            step()
+        survey.check(who, found)
+    rows: dict[tuple[str, str], list[int]] = {}
+    for call in survey.calls:
+        _count(rows, (call.block, INPUT), sum(call.input_storages.values()))
+        for op in call.ops:
+            if op.is_asked:
+                path = f"{call.block}.{op.module}" if op.module else call.block
+                _count(rows, (path, op.name), op.output_bytes)
+    return OpTable(
+        tuple(
+            OpRow(module=module, op=op, count=count, output_bytes=nbytes)
+            for (module, op), (count, nbytes) in rows.items()
+        )
+    )
+
+
+def _count(rows: dict[tuple[str, str], list[int]], key: tuple[str, str], nbytes: int) -> None:
+    row = rows.setdefault(key, [0, 0])
+    row[0] += 1
+    row[1] += nbytes

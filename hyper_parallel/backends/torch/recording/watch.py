@@ -1,0 +1,121 @@
+"""When blocks run: hooks on modules that note forward, replay and backward, and what the device holds then."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from hyper_parallel.backends.torch.graph import is_in_backward
+from hyper_parallel.backends.torch.planner.blocks import BlockRef
+from hyper_parallel.backends.torch.planner.survey import note_backward
+from hyper_parallel.planner.run import Track
+
+__all__ = ["Mark", "Noted", "Watch"]
+
+Mark = Any  # a meter's mark: torch.Event | float
+
+
+@dataclasses.dataclass
+class Noted:
+    """One run of one module."""
+
+    track: Track
+    name: str
+    start: Mark
+    end: Mark = None
+
+
+class Watch:
+    """Hooks on every module of the blocks for one step; :meth:`remove` takes them off.
+
+    A block's own run is its forward. Inside a backward the outermost module that runs is a replay, of a whole block or of a
+    part of it.
+    """
+
+    def __init__(self, blocks: Sequence[BlockRef], meter: Any, *, reads_memory: bool) -> None:  # meter: planner's Meter
+        self.noted: list[Noted] = []
+        self.points: list[tuple[Mark, int, int]] = []  # (moment, peak since the moment before, bytes now)
+        self._meter = meter
+        self._reads_memory = reads_memory
+        self._open: list[tuple[nn.Module, Noted | None]] = []
+        self._handles: list[Any] = []  # torch.utils.hooks.RemovableHandle
+        for block in blocks:
+            for path, module in block.module.named_modules():
+                name = f"{block.name}.{path}" if path else block.name
+                hook = _ModuleHook(self, name, is_block=not path)
+                self._handles.append(module.register_forward_pre_hook(hook.begins, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(hook.ends, always_call=True))
+
+    def point(self) -> Mark:
+        """This moment, with what the device holds."""
+        mark = self._meter.mark()
+        if self._reads_memory:
+            self.points.append((mark, self._meter.peak_bytes(), self._meter.active_bytes()))
+            self._meter.reset_peak()
+        return mark
+
+    def begins(self, module: nn.Module, name: str, *, is_block: bool, given: Any) -> None:
+        """A module's forward begins, for the first time or again."""
+        mark, in_backward = self.point(), is_in_backward()
+        noted = None
+        if in_backward and not self._open:
+            noted = Noted(Track.REPLAY, name, mark)
+        elif is_block and not in_backward:
+            noted = Noted(Track.FORWARD, name, mark)
+            self._note_backward_end(name, given)
+        self._open.append((module, noted))
+        if noted is not None:
+            self.noted.append(noted)
+
+    def ends(self, module: nn.Module, name: str, *, is_block: bool, output: Any) -> None:
+        """It is over; modules that an early stop left open are over too."""
+        mark = self.point()
+        while self._open:
+            opened, noted = self._open.pop()
+            if noted is not None:
+                noted.end = mark
+            if opened is module:
+                break
+        if is_block and output is not None and not is_in_backward():
+            note_backward(output, lambda _: self._backward_begins(name))
+
+    def _backward_begins(self, name: str) -> None:
+        if not any(noted.track is Track.BACKWARD and noted.name == name and noted.end is None for noted in self.noted):
+            self.noted.append(Noted(Track.BACKWARD, name, self.point()))
+
+    def _note_backward_end(self, name: str, given: Any) -> None:
+        def is_over(_: Any) -> None:
+            for noted in self.noted:
+                if noted.track is Track.BACKWARD and noted.name == name and noted.end is None:
+                    noted.end = self.point()
+
+        note_backward(given, is_over)
+
+    def remove(self) -> None:
+        """Take the hooks off; what never ended, ends now."""
+        for handle in self._handles:
+            handle.remove()
+        mark = self.point()
+        for noted in self.noted:
+            if noted.end is None:
+                noted.end = mark
+
+
+class _ModuleHook:
+    """The two hooks of one module."""
+
+    def __init__(self, watch: Watch, name: str, *, is_block: bool) -> None:
+        self._watch = watch
+        self._name = name
+        self._is_block = is_block
+
+    def begins(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """A forward pre-hook."""
+        self._watch.begins(module, self._name, is_block=self._is_block, given=(args, kwargs))
+
+    def ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A forward hook."""
+        self._watch.ends(module, self._name, is_block=self._is_block, output=output)

@@ -1,0 +1,262 @@
+"""What a recomputed region reads beside its inputs, so that a replay of the user's Python reads the same.
+
+Torch's own checkpoint takes for granted that modules, random sources and objects are in backward what they were in forward.
+Where they are not, it computes other values and says nothing. Here, for one call of a region:
+
+1. **Weights and buffers by place.** The tensors that a module holds when forward begins are the ones that the replay gets,
+   also after ``functional_call`` has put the module's own back. Tensors whose place is managed by others (sharded,
+   flattened, subclasses) are left alone.
+2. **Buffers that forward writes** (batch norm's statistics, spectral norm's vectors, observers) are copied when forward
+   begins. The replay works on a copy of that copy, so that buffers change once. Buffers over ``COPIED_BYTES`` are not
+   copied; rule 3 holds for them.
+3. **Anything else that was changed in place** shows in its version. The replay then runs under a mode that raises at the first
+   op that reads the changed tensor. A replay that does not read it is right, and goes on.
+4. **Python state and random sources**: see :mod:`hyper_parallel.core.activation_checkpoint.python_state`.
+
+In reach are the modules and objects that the function is, is bound to or closes over, and those among its arguments.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import random
+import threading
+import types
+import weakref
+from collections.abc import Iterable
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hyper_parallel.backends.torch.ops import KNOWN, facts_of
+from hyper_parallel.backends.torch.storages import tensors_in, unseen
+from hyper_parallel.backends.torch.transformers_cache import is_cache
+from hyper_parallel.core.activation_checkpoint.python_state import RandomSource, objects_in
+from hyper_parallel.core.activation_checkpoint.region_state import Place, RegionStateBase, changed_in_place
+
+__all__ = ["RegionState"]
+
+COPIED_BYTES: Final = 16 << 20  # of buffers, per call of a region; freed when forward ends unless forward wrote them
+_SMALL_BYTES: Final = 64 << 10  # a buffer of this size stays copied: it costs nothing, and a change of it does no harm
+
+_PLAIN: Final = (torch.Tensor, nn.Parameter)
+_MODULE_NAMES: Final = frozenset(vars(nn.Module()))
+_ENGINES: Final = ("torch.distributed", "deepspeed", "fairscale", "accelerate")
+"""Modules of these packages change their own attributes in a replay, and count on it."""
+
+_RANDOM_SOURCES: Final = (random.Random, np.random.Generator, np.random.RandomState)
+_NOTED_KINDS: Final = frozenset(
+    {torch.Tensor, types.FunctionType, list, dict, set, collections.deque, torch.Generator, *_RANDOM_SOURCES}
+)
+_LEFT_ALONE: Final = frozenset(
+    {"torch", "hyper_parallel"}
+)  # objects of these packages have no state that forward reads
+
+
+class _TorchGenerator:
+    """``torch.Generator``."""
+
+    def read(self, source: torch.Generator) -> torch.Tensor:
+        with torch._C._DisableTorchDispatch():
+            return source.get_state()
+
+    def write(self, source: torch.Generator, state: torch.Tensor) -> None:
+        with torch._C._DisableTorchDispatch():
+            source.set_state(state)
+
+    def is_same(self, one: torch.Tensor, two: torch.Tensor) -> bool:
+        with torch._C._DisableTorchDispatch():
+            return torch.equal(one, two)
+
+
+_TORCH_GENERATOR: Final = _TorchGenerator()
+
+
+class _Seen:
+    """A tensor in reach that has no place to put a stand-in: watched, not held."""
+
+    __slots__ = ("reference", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.reference = weakref.ref(tensor)
+        self.version = tensor._version
+
+
+class RegionState(RegionStateBase):
+    """The state of one call of a region."""
+
+    def __init__(self, where: str, function: Any, arguments: Iterable[Any], *, keeps_random_state: bool = True) -> None:
+        super().__init__(where, function, arguments, keeps_random_state=keeps_random_state)
+        self._seen: list[_Seen] = []
+
+    # ------------------------------------------------------------------ what torch's modules and tensors are
+
+    def _is_module(self, value: Any) -> bool:
+        return isinstance(value, nn.Module)
+
+    def _children(self, module: nn.Module) -> Iterable[Any]:
+        return module._modules.values()
+
+    def _take_tensor(self, value: Any) -> bool:
+        if not isinstance(value, torch.Tensor):
+            return False
+        if type(value) in _PLAIN and not value.is_inference():
+            self._seen.append(_Seen(value))
+        return True
+
+    def _random_source_of(self, value: Any) -> RandomSource | None:
+        return _TORCH_GENERATOR if isinstance(value, torch.Generator) else None
+
+    def _is_left_alone(self, value: Any) -> bool:
+        return type(value).__module__.split(".")[0] in _LEFT_ALONE or is_cache(value)
+
+    def _is_managed(self, tensor: Any) -> bool:
+        """Whether a sharding engine exchanges it, or it is of a subclass with rules of its own."""
+        if tensor is None or type(tensor) not in _PLAIN:
+            return tensor is not None
+        return type(tensor._base).__name__ == "FlatParameter"
+
+    def _copied(self, tensor: Any, place: Place) -> Any:
+        with torch.inference_mode(False), unseen():
+            return tensor.clone()
+
+    # ------------------------------------------------------------------ forward
+
+    def __enter__(self) -> None:
+        """Forward begins."""
+        super().__enter__()
+        self._copy_buffers()
+        self._python.note_global_draws()
+
+    def __exit__(self, *exc: object) -> None:
+        """Forward has ended."""
+        super().__exit__(*exc)
+        written = {id(place.owner) for place in self._places if place.is_written()}
+        for place in self._places:
+            if place.bytes_before is None or place.is_written() or id(place.owner) in written:
+                continue
+            if _hides_its_writes(place.owner) or place.bytes_before.nbytes <= _SMALL_BYTES:
+                continue
+            place.bytes_before = None
+
+    def _note_module(self, module: nn.Module) -> None:
+        package = type(module).__module__
+        if package.startswith(_ENGINES):
+            return
+        is_wrapper = bool(self._behind(module))
+        if not is_wrapper:
+            self._flags.append((module, module.training))
+        if not package.startswith("torch.nn.modules."):  # whose classes write no attribute in forward
+            self._note_attributes(module)
+        for places in () if is_wrapper else (module._parameters, module._buffers):
+            for key, value in places.items():
+                if value is not None and type(value) in _PLAIN:
+                    self._note_place(module, places, key, value)
+
+    def _note_attributes(self, module: nn.Module) -> None:
+        names = module.__dict__
+        self._python.note_names(names)
+        for key, value in names.items():
+            kind = type(value)
+            if kind not in _NOTED_KINDS or key in _MODULE_NAMES:
+                continue
+            if kind is torch.Tensor:
+                self._note_place(module, names, key, value)
+            elif kind is types.FunctionType:
+                self._note(objects_in(value, self._is_module))
+            elif kind is torch.Generator or kind in _RANDOM_SOURCES:
+                self._note((value,))
+            else:
+                self._note_items(value)
+
+    def _note_place(self, module: nn.Module, names: dict[str, Any], key: str, tensor: torch.Tensor) -> None:
+        if not tensor.is_inference():
+            self._places.append(Place(module, names, key, tensor))
+
+    def _copy_buffers(self) -> None:
+        left = COPIED_BYTES
+        for place in self._places:
+            tensor = place.tensor
+            is_state = type(tensor) is torch.Tensor and place.names is not place.owner._parameters
+            if is_state and tensor.layout is torch.strided and 0 < tensor.nbytes <= left and tensor.grad_fn is None:
+                left -= tensor.nbytes
+                place.bytes_before = self._copied(tensor, place)
+
+    # ------------------------------------------------------------------ replay
+
+    def watch(self) -> _Watching:
+        """The innermost context of a replay: rule 3."""
+        return _Watching(self)
+
+    def changed(self) -> dict[int, str]:
+        """What was changed in place since forward began and has no stand-in, by storage."""
+        found: dict[int, str] = {}
+        for place in self._places:
+            if place.bytes_before is None and place.is_changed() and not self._is_managed(place.tensor):
+                kind = "parameter" if place.names is place.owner._parameters else "buffer"
+                found[place.tensor.untyped_storage()._cdata] = place.label(kind)
+        for seen in self._seen:
+            tensor = seen.reference()
+            if tensor is not None and tensor._version != seen.version and tensor.layout is torch.strided:
+                label = f"a tensor of an object among its arguments, {tuple(tensor.shape)} {tensor.dtype}"
+                found[tensor.untyped_storage()._cdata] = label
+        return found
+
+
+class _PerThread(threading.local):
+    """What a thread has entered and not left: two backwards of one graph may replay a region at once."""
+
+    def __init__(self) -> None:
+        self.entered: list[Any] = []
+
+
+class _Watching:
+    def __init__(self, state: RegionState) -> None:
+        self._state = state
+        self._here = _PerThread()
+
+    def __enter__(self) -> None:
+        changed = self._state.changed()
+        mode = _Watch(self._state.where, changed) if changed else contextlib.nullcontext()
+        mode.__enter__()
+        self._here.entered.append(mode)
+
+    def __exit__(self, *exc: Any) -> None:
+        self._here.entered.pop().__exit__(*exc)
+
+
+class _Watch(TorchDispatchMode):
+    """Raises at the first op of a replay that reads a tensor which was changed since forward read it."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, where: str, changed: dict[int, str]) -> None:
+        super().__init__()
+        self._where = where
+        self._changed = changed
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Dynamo would otherwise skip every frame under a foreign mode."""
+        return True
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one op, unless it reads a changed tensor."""
+        facts = KNOWN.get(id(op)) or facts_of(op)
+        if not facts.is_ignored and facts.replay_reason != "view":
+            for tensor in tensors_in([*args, *(kwargs or {}).values()]):
+                if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+                    label = self._changed.get(tensor.untyped_storage()._cdata)
+                    if label is not None:
+                        raise changed_in_place(self._where, label, op)
+        return op(*args, **(kwargs or {}))
+
+
+def _hides_its_writes(module: nn.Module) -> bool:
+    """Whether a module's ops write running values that no version counter shows."""
+    return isinstance(module, _NormBase) and module.training and module.running_mean is not None

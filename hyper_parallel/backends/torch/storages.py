@@ -1,0 +1,209 @@
+"""Facts about torch tensors that the engine relies on: identity, version, aliases, and how to make a view again.
+
+Note: versions without bytes
+    Autograd's own in-place check is off wherever hooks pack a value, so we check ourselves. A ``detach()`` shares its
+    tensor's version counter; giving that alias other ``data`` keeps the counter and lets go of the bytes. What remains
+    is a token that sees every later in-place change and holds no memory.
+
+Note: counters of their own
+    A view counts its changes with its base. ``unsafe_split``, which torch's recurrent cells are made of, gives each piece of a
+    storage a counter of its own, and changes the pieces in place one after the other: two pieces at version 1 were not
+    copied at the same moment. What is no view and less than its storage is therefore known by its place in it.
+
+Note: below the counter
+    A dispatch mode runs below the kernels that share and bump version counters, so an alias made there has a counter of
+    its own. ``_ADINPLACE`` is let in again for the moment in which a mode makes an alias. A pack hook may be called from there
+    too: from 2.15 on, torch's selective mode hands it the values that it saves.
+
+Note: bytes without data
+    A storage may report bytes and have no memory behind them: a ``ZeroTensor`` (what forward-mode differentiation uses for a
+    tangent that is zero everywhere) and a functionalized tensor. Reading such a storage ends the process.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hyper_parallel.core.activation_checkpoint.adapter import FlatBytes
+
+__all__ = [
+    "ViewSpec",
+    "alias",
+    "flat_bytes",
+    "is_below_counter",
+    "is_changed_piece",
+    "is_copied_by_bytes",
+    "is_parameter_derived",
+    "share_key",
+    "storage_watch",
+    "tensors_in",
+    "unseen",
+    "version_token",
+]
+
+_is_cow_tensor: Callable[[torch.Tensor], bool] = getattr(torch._C, "_is_cow_tensor")  # noqa: B009 (not in torch's stubs)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_ADINPLACE = torch._C.DispatchKey.ADInplaceOrView
+_PASS_THROUGH = frozenset(
+    {"TBackward0", "ToCopyBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0",
+     "ReshapeAliasBackward0", "AliasBackward0", "SelectBackward0", "SliceBackward0", "UnsqueezeBackward0", "ExpandBackward0"}
+)  # fmt: skip
+_LONGEST_CHAIN = 6
+
+
+class unseen:
+    """Our own tensor ops are nobody's business: no dispatch mode sees them, no graph records them.
+
+    A class, and the bare switch instead of ``torch.no_grad()``: it is entered ten times for every swapped tensor, and a
+    generator around two contexts costs four times as much.
+    """
+
+    __slots__ = ("_guard", "_was_recording")
+
+    def __enter__(self) -> None:
+        self._guard = torch._C._DisableTorchDispatch()
+        self._guard.__enter__()
+        self._was_recording = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *exc: object) -> None:
+        torch._C._set_grad_enabled(self._was_recording)
+        self._guard.__exit__(*exc)
+
+
+def is_below_counter() -> bool:
+    """Whether an alias made here, by a plain ``detach``, would have a version counter of its own."""
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(_ADINPLACE)
+
+
+def alias(tensor: torch.Tensor, *, is_below_autograd: bool = False) -> torch.Tensor:
+    """A second tensor over the same bytes and the same version counter; never the tensor itself.
+
+    Handing autograd its own saved output back would be a reference cycle that no collector can break.
+    """
+    if type(tensor) not in _PLAIN:
+        return tensor.detach()  # a subclass answers for itself; regions do not count a detach
+    if not is_below_autograd and not is_below_counter():
+        if not torch._C._len_torch_dispatch_stack():
+            return tensor.detach()
+        with torch._C._DisableTorchDispatch():
+            return tensor.detach()
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(_ADINPLACE)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch._C._DisableTorchDispatch():
+        return tensor.detach()
+
+
+def version_token(tensor: torch.Tensor, *, is_below_autograd: bool = False) -> torch.Tensor:
+    """A tensor without bytes that shares the version counter (see "versions without bytes")."""
+    token = alias(tensor, is_below_autograd=is_below_autograd)
+    empty = _empty(tensor.dtype, tensor.device)
+    with torch._C._DisableTorchDispatch():
+        token.data = empty
+    return token
+
+
+@functools.lru_cache(maxsize=256)
+def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with unseen():
+        return torch.empty(0, dtype=dtype, device=device)
+
+
+def flat_bytes(storage: torch.UntypedStorage) -> FlatBytes:
+    """All bytes of a storage, as one flat tensor over it."""
+    with unseen():
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def is_copied_by_bytes(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether the storage's bytes, with a size, strides and an offset, are all there is to this tensor.
+
+    False for tensors that carry more (a conjugate or negative bit, quantization, ragged sizes) and for storages without
+    memory (see "bytes without data").
+    """
+    if tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.is_nested:
+        return False
+    if _is_cow_tensor(tensor):
+        return True  # it has memory; asking for the address would copy it
+    try:
+        return storage.nbytes() == 0 or storage.data_ptr() != 0
+    except RuntimeError:
+        return False
+
+
+def is_changed_piece(tensor: torch.Tensor, storage_bytes: int) -> bool:
+    """Whether a part of a storage was changed in place on a counter of its own (see "counters of their own").
+
+    Its neighbours are, or will be, changed as well, and unseen: a copy of the whole storage would be taken while they are, and
+    there would be one such copy for every piece.
+    """
+    return tensor._version > 0 and tensor._base is None and tensor.nbytes != storage_bytes
+
+
+def share_key(tensor: torch.Tensor, storage: torch.UntypedStorage) -> Hashable:
+    """What a storage and a version counter over it are known by (see "counters of their own")."""
+    root = tensor if tensor._base is None else tensor._base
+    key: int = storage._cdata
+    if root.nbytes == storage.nbytes():
+        return key
+    return key, root.storage_offset(), root.size(), root.stride()
+
+
+def storage_watch(storage: torch.UntypedStorage) -> Callable[[], bool]:
+    """Whether the storage is still alive. While the watch exists its address names no other storage."""
+    reference = StorageWeakRef(storage)
+    return lambda: not reference.expired()
+
+
+class ViewSpec:
+    """How to make the exact view again: the same size, strides, offset and dtype over the same bytes."""
+
+    __slots__ = ("dtype", "offset", "size", "stride")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype = tensor.dtype
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+
+    def over(self, device_bytes: FlatBytes) -> torch.Tensor:
+        """The view over these bytes."""
+        with unseen():
+            view = torch.empty(0, dtype=self.dtype, device=device_bytes.device)
+            return view.set_(device_bytes.untyped_storage(), self.offset, self.size, self.stride)
+
+
+def is_parameter_derived(tensor: torch.Tensor) -> bool:
+    """A parameter, a view of one, or a cast of one (autocast's copy): it stays anyway, so swapping it frees nothing."""
+    if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
+        return True
+    node: Any = tensor.grad_fn  # torch.autograd.graph.Node
+    for _ in range(_LONGEST_CHAIN):
+        if node is None:
+            return False
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            return isinstance(variable, torch.nn.Parameter)
+        # The type is asked: the context of a custom Function is its node, and may have a ``name`` of its own.
+        if type(node).name(node) not in _PASS_THROUGH:
+            return False
+        node = node.next_functions[0][0]
+    return False
+
+
+def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among an op's arguments, also those in lists."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found.extend(tensors_in(value))
+        elif isinstance(value, dict):  # a higher-order op's
+            found.extend(tensors_in(value.values()))
+    return found

@@ -1,0 +1,96 @@
+"""What planning needs from a framework: blocks to find, steps to watch, wrappers to put in place. Nothing more.
+
+The planner itself sees records only. The framework's half lives in ``hyper_parallel.platform.<framework>.planner`` and is
+looked up at first use, as the engine's border does it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+
+from hyper_parallel.errors import UnsupportedMemberError
+
+if TYPE_CHECKING:
+    from hyper_parallel.planner.plan import Plan
+    from hyper_parallel.planner.profile import Profile
+    from hyper_parallel.planner.rules import OpTable, RuleSet
+
+__all__ = ["AppliedHandle", "Model", "PlannerBackend", "Step", "StepMeasure", "planner_backend"]
+
+Model: TypeAlias = Any  # torch.nn.Module | mindspore.nn.Cell
+Step: TypeAlias = Callable[[], Any]  # one forward and backward
+
+
+class StepMeasure(Protocol):
+    """What a few steps under a plan really took."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of active bytes on the device."""
+
+    @property
+    def step_seconds(self) -> float:
+        """The median step."""
+
+
+class AppliedHandle(Protocol):
+    """Something applied to a model, and the way to take it off again."""
+
+    def remove(self) -> None:
+        """Put the model back as it was; nothing happens the second time."""
+
+    def stats(self) -> Mapping[str, Any]:
+        """What it did since it was applied."""
+
+
+class PlannerBackend(Protocol):
+    """The framework's half of planning."""
+
+    def apply_rules(
+        self, model: Model, rules: RuleSet, *, blocks: str | Sequence[str] | None, step: Step | None
+    ) -> AppliedHandle:
+        """Put regions that follow ``rules`` in the place of the model's blocks."""
+
+    def list_ops(self, model: Model, step: Step, *, blocks: str | Sequence[str] | None) -> OpTable:
+        """Every op that a rule can speak of, as one step ran it."""
+
+    def profile_memory(
+        self,
+        model: Model,
+        step: Step,
+        *,
+        blocks: str | Sequence[str] | None,
+        steps: int,
+        is_guarded: bool = False,
+        agrees: Callable[[bool], bool] = bool,
+    ) -> Profile:
+        """Run the step a few times and write down what it is made of."""
+
+    def apply_plan(self, model: Model, plan: Plan, *, device_bytes: int | None = None) -> Any:
+        """Put the plan's regions in the place of the model's blocks."""
+
+    def measure_step(self, model: Model, step: Step, *, steps: int, is_guarded: bool = False) -> StepMeasure:
+        """Peak and time of the model as it is now; leaves no trace."""
+
+    def guarded(self, model: Model, *, who: str) -> AbstractContextManager[None]:
+        """One guard around many trial steps: at its end everything they changed is put back."""
+
+    def world(self) -> Any:
+        """The ranks that must agree; None for one process."""
+
+
+def planner_backend() -> PlannerBackend:
+    """The planner's room of the platform in use."""
+    from hyper_parallel.platform.platform import PlatformType, get_platform
+
+    if get_platform().platform_type is not PlatformType.PYTORCH:
+        raise UnsupportedMemberError(
+            member="planner",
+            platform="MindSporePlatform",
+            reason="profiling a step and applying a plan or rules per op is not there yet on MindSpore",
+            instead="set HYPER_PARALLEL_PLATFORM=torch to use torch, where both frameworks are installed",
+        )
+    return cast(PlannerBackend, importlib.import_module("hyper_parallel.backends.torch.planner"))

@@ -1,0 +1,64 @@
+"""What a user sees of a simulation, on either framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hyper_parallel.core.activation_checkpoint.record import Record
+from hyper_parallel.simulation.streams import Judge, SimulationError, Timeline
+
+__all__ = ["Simulation"]
+
+
+class Simulation:
+    """Counts the bytes of the simulated device, and remembers what went wrong on it."""
+
+    def __init__(self, timing: str, seed: int) -> None:
+        self.timeline = Timeline(timing, seed)
+        self.judge = Judge()
+        self.count_freed_bytes: Callable[[], None] = _nothing
+        """Called before bytes are read; for a framework that does not tell at once that device bytes went."""
+        self._live_bytes = 0
+        self._peak_bytes = 0
+        self.swapped_bytes = 0
+        self.events: list[tuple[str, int]] = []
+        """What the schedule did, in order: (``offload`` | ``drop`` | ``load`` | ``use`` | ``miss``, bytes)."""
+
+    def trace(self, what: str, record: Record) -> None:
+        """The schedule did something."""
+        self.events.append((what, record.nbytes))
+
+    @property
+    def live_bytes(self) -> int:
+        """The device bytes that live now."""
+        self.count_freed_bytes()
+        return self._live_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most device bytes that lived at one time since the last ``reset_peak``."""
+        return self._peak_bytes
+
+    def reset_peak(self) -> None:
+        """Forget the peak so far."""
+        self._peak_bytes = self.live_bytes
+
+    @property
+    def violations(self) -> list[str]:
+        """Every use of bytes at a moment when a real device may not have them."""
+        return list(self.judge.violations)
+
+    def count(self, nbytes: int) -> None:
+        """Device bytes came, or went."""
+        self._live_bytes += nbytes
+        self._peak_bytes = max(self._peak_bytes, self._live_bytes)
+
+    def raise_violations(self) -> None:
+        """Raise the first thing that went wrong where nothing could be raised."""
+        if self.judge.violations:
+            first, *rest = self.judge.violations
+            raise SimulationError(first + (f" (and {len(rest)} more)" if rest else ""))
+
+
+def _nothing() -> None:
+    """Nothing to count: the framework tells."""
