@@ -15,16 +15,18 @@ ROOT = Path(hyper_parallel.__file__).parent
 FRAMEWORKS = {"torch", "mindspore", "transformers"}
 MAY_IMPORT = {
     "errors": set(),
+    "fates": set(),
     "config": {"errors"},
     "_version": set(),
-    "core": {"errors", "config", "core", "platform.platform", "platform.eager"},
-    "simulation": {"errors", "config", "core", "simulation"},
-    "testing": {"errors", "config", "core", "simulation", "testing"},
-    "platform": {"_version", "errors", "config", "core", "platform", "backends"},
-    "backends": {"_version", "errors", "config", "core", "simulation", "planner", "platform", "backends"},
-    "planner": {"errors", "config", "planner", "platform.platform"},
-    "report": {"errors", "config", "report"},
+    "core": {"fates", "errors", "config", "core", "platform.platform", "platform.eager"},
+    "simulation": {"fates", "errors", "config", "core", "simulation"},
+    "testing": {"fates", "errors", "config", "core", "simulation", "testing"},
+    "platform": {"fates", "_version", "errors", "config", "core", "platform", "backends"},
+    "backends": {"fates", "_version", "errors", "config", "core", "simulation", "planner", "platform", "backends"},
+    "planner": {"fates", "errors", "config", "planner", "platform.platform"},
+    "report": {"fates", "errors", "config", "report"},
     "cli": {
+        "fates",
         "errors",
         "config",
         "core",
@@ -37,8 +39,8 @@ MAY_IMPORT = {
         "cli",
         "_version",
     },
-    "integrations": {"errors", "config", "core", "platform", "backends", "planner", "report", "integrations"},
-    "__init__": {"errors", "config", "core", "platform", "planner", "report", "_version"},
+    "integrations": {"fates", "errors", "config", "core", "platform", "backends", "planner", "report", "integrations"},
+    "__init__": {"fates", "errors", "config", "core", "platform", "planner", "report", "_version"},
 }
 FILES = sorted(ROOT.rglob("*.py"))
 
