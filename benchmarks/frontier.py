@@ -29,7 +29,7 @@ import hyper_parallel as hp
 from benchmarks.frontier_modes import modes_for
 from benchmarks.frontier_plot import frontier_svg
 from benchmarks.models import CASES, Case, build, make_step
-from hyper_parallel.core.activation_checkpoint.timing import Span
+from hyper_parallel.core.activation_checkpoint.timing import LinkSpan
 from hyper_parallel.report.trace import write_chrome_trace
 
 GIB = 2**30
@@ -149,7 +149,7 @@ def record_timeline(model: Any, layers: Any, step: Any, mode: Any, path: str) ->
     torch.cuda.synchronize()
     moments = [(name, base.elapsed_time(event) * 1e3) for name, event in marks]
     compute = [
-        Span(track="compute", start_us=before[1], end_us=after[1], nbytes=0)
+        LinkSpan(track="compute", start_us=before[1], end_us=after[1], nbytes=0)
         for before, after in itertools.pairwise(moments)
     ]
     write_chrome_trace(path, [*spans, *compute])

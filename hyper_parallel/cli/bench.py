@@ -25,11 +25,10 @@ from hyper_parallel.config import current_config
 from hyper_parallel.planner.backend import planner_backend
 from hyper_parallel.planner.budget import parse_budget, show_setting
 from hyper_parallel.planner.fit import fit_memory, profile_memory
-from hyper_parallel.planner.records import as_json
-from hyper_parallel.planner.run import RunRecord, StepRecord
-from hyper_parallel.planner.totals import forecast_of, op_totals
+from hyper_parallel.planner.totals import op_totals
+from hyper_parallel.records.record_files import as_json
+from hyper_parallel.records.run_record import RunRecord, StepRecord
 from hyper_parallel.report.page import write_page
-from hyper_parallel.report.records import are_gradients_equal
 
 __all__ = ["add_arguments", "run"]
 
@@ -54,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     """The command."""
     planner_backend()  # refuses a framework that has no planner before anything is built
-    from hyper_parallel.backends.torch.recording import WAYS
+    from hyper_parallel.backends.torch.step_observation import WAYS
 
     ways = (args.ways or _DEFAULT_WAYS + (",auto" if args.budget else "")).split(",")
     unknown = [way for way in ways if way not in WAYS]
@@ -80,7 +79,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     for note in record.notes:
         console.say(note)
     console.say(f"written to {args.output}; draw it with: hyper-parallel report {args.output} -o report.html")
-    wrong = [step.name for step in record.steps if are_gradients_equal(record, step) is False]
+    wrong = [step.name for step in record.steps if record.are_gradients_equal(step) is False]
     if wrong:
         raise CommandError(
             f"the first step's gradients of {', '.join(wrong)} differ from those of {ways[0]}, which repeats its own bit for "
@@ -90,15 +89,15 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def _measured(args: argparse.Namespace, ways: list[str], console: Console) -> RunRecord:
-    from hyper_parallel.backends.torch import recording
+    from hyper_parallel.backends.torch import step_observation
 
     with console.progress("bench", len(ways) + 1) as advance:
         advance(f"building {args.factory}")
         model, step = built_model(args.factory)
         with simulated_where_asked(args.simulate):
-            blocks = recording.find_recorded_blocks(model, args.blocks)
-            recorder = recording.Recorder(model, step, blocks)
-            if recorder.memory_kind.startswith("resident"):
+            blocks = step_observation.find_observed_blocks(model, args.blocks)
+            observer = step_observation.StepObserver(model, step, blocks)
+            if observer.memory_kind.startswith("resident"):
                 raise CommandError(
                     "the model is on the CPU, and one process cannot tell the memory of one way from that of the next; "
                     "move it to an accelerator, or count bytes with --simulate"
@@ -106,13 +105,13 @@ def _measured(args: argparse.Namespace, ways: list[str], console: Console) -> Ru
             steps: list[StepRecord] = []
             for way in ways:
                 advance(f"running {way}")
-                steps.append(_one(args, way, model, step, blocks, recorder, is_first=not steps))
-            versions = recording.versions_of(model)
+                steps.append(_one(args, way, model, step, blocks, observer, is_first=not steps))
+            versions = step_observation.versions_of(model)
     return RunRecord(
         title=f"{args.factory}, {len(ways)} ways",
         created=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         versions=versions,
-        memory_kind=recorder.memory_kind,
+        memory_kind=observer.memory_kind,
         budget_bytes=None if args.budget is None else parse_budget(args.budget),
         settings={
             field.name: show_setting(field.name, getattr(current_config(), field.name))
@@ -125,13 +124,13 @@ def _measured(args: argparse.Namespace, ways: list[str], console: Console) -> Ru
 
 
 def _one(
-    args: argparse.Namespace, way: str, model: Any, step: Any, blocks: Any, recorder: Any, *, is_first: bool
+    args: argparse.Namespace, way: str, model: Any, step: Any, blocks: Any, observer: Any, *, is_first: bool
 ) -> StepRecord:
-    """One way, from the model as it was given; blocks and recorder are the framework's.
+    """One way, from the model as it was given; blocks and observer are the framework's.
 
     The first way runs its step once more. Where it does not give its own gradients again, comparing would say nothing.
     """
-    from hyper_parallel.backends.torch import recording
+    from hyper_parallel.backends.torch import step_observation
 
     profile = plan = None
     if way == "auto":
@@ -139,10 +138,12 @@ def _one(
         fitted = fit_memory(model, step, args.budget, blocks=args.blocks, profile=profile, steps=args.steps)
         plan = fitted.plan
         fitted.remove()
-    seen, again = recording.FirstGradients(model), recording.FirstGradients(model)
-    with recording.in_one_way(model, blocks, way, plan):
+    seen, again = step_observation.FirstGradients(model), step_observation.FirstGradients(model)
+    with step_observation.in_one_way(model, blocks, way, plan):
         with planner_backend().guarded(model, who="bench"):
-            record: StepRecord = recorder.record(way, what=recording.WAYS[way].what, steps=args.steps, after=seen)
+            record: StepRecord = observer.observe(
+                way, what=step_observation.WAYS[way].what, steps=args.steps, after=seen
+            )
         if is_first:
             with planner_backend().guarded(model, who="bench"):
                 again(step())
@@ -150,4 +151,4 @@ def _one(
         record = dataclasses.replace(record, gradients=seen.fingerprint)
     if profile is None or plan is None:
         return record
-    return dataclasses.replace(record, ops=op_totals(profile, plan), forecast=forecast_of(plan))
+    return dataclasses.replace(record, ops=op_totals(profile, plan), predicted=plan.predicted)

@@ -32,12 +32,12 @@ from hyper_parallel.cli.report import show_run
 from hyper_parallel.config import show_bytes
 from hyper_parallel.planner.budget import parse_budget
 from hyper_parallel.planner.plan import Plan
-from hyper_parallel.planner.profile import Profile, Versions
-from hyper_parallel.planner.records import as_json
-from hyper_parallel.planner.run import RunRecord, StepRecord
+from hyper_parallel.planner.profile import Profile
+from hyper_parallel.records.record_files import as_json
+from hyper_parallel.records.run_record import RunRecord, StepRecord
+from hyper_parallel.records.versions import Versions
 from hyper_parallel.report.figure import write_figure
 from hyper_parallel.report.page import write_page
-from hyper_parallel.report.records import are_gradients_equal
 from hyper_parallel.report.trace import write_run_trace
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     write_page(folder / "report.html", record)
     write_figure(folder / "figure.svg", record)
     write_run_trace(folder / "trace.json", record)
-    are_equal = all(are_gradients_equal(record, step) for step in record.steps)
+    are_equal = all(record.are_gradients_equal(step) for step in record.steps)
     console.data(_figures(record, folder, are_equal=are_equal))
     show_run(record, console)
     if record.budget_bytes is not None:

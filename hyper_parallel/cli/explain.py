@@ -13,10 +13,11 @@ import argparse
 
 from hyper_parallel.cli.console import Console
 from hyper_parallel.config import show_bytes
-from hyper_parallel.planner.plan import Plan, Prediction
+from hyper_parallel.planner.plan import Plan
 from hyper_parallel.planner.profile import Profile
-from hyper_parallel.planner.records import as_json
 from hyper_parallel.planner.totals import op_totals
+from hyper_parallel.records.prediction import Prediction
+from hyper_parallel.records.record_files import as_json
 
 __all__ = ["add_arguments", "run", "show_plan"]
 

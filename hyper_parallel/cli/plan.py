@@ -20,7 +20,7 @@ from hyper_parallel.cli.profile import measured_profile
 from hyper_parallel.planner.budget import parse_budget
 from hyper_parallel.planner.planning import plan_memory
 from hyper_parallel.planner.profile import Profile
-from hyper_parallel.planner.records import as_json
+from hyper_parallel.records.record_files import as_json
 
 __all__ = ["add_arguments", "run"]
 

@@ -16,7 +16,7 @@ from hyper_parallel.cli.factory import add_model_arguments, built_model, require
 from hyper_parallel.config import show_bytes
 from hyper_parallel.planner.fit import profile_memory
 from hyper_parallel.planner.profile import Profile
-from hyper_parallel.planner.records import as_json
+from hyper_parallel.records.record_files import as_json
 
 __all__ = ["add_arguments", "measured_profile", "run", "show_profile"]
 

@@ -14,11 +14,11 @@ import argparse
 
 from hyper_parallel.cli.console import Console
 from hyper_parallel.config import show_bytes
-from hyper_parallel.planner.run import RecordedFate, RunRecord
+from hyper_parallel.fates import Fate
+from hyper_parallel.records.run_record import RunRecord
 from hyper_parallel.report.bitmap import write_bitmap
 from hyper_parallel.report.figure import write_figure
 from hyper_parallel.report.page import write_page
-from hyper_parallel.report.records import are_gradients_equal
 from hyper_parallel.report.trace import write_run_trace
 
 __all__ = ["add_arguments", "run", "show_run"]
@@ -59,7 +59,7 @@ def show_run(record: RunRecord, console: Console) -> None:
     first = record.steps[0]
     rows = []
     for step in record.steps:
-        are_equal = are_gradients_equal(record, step)
+        are_equal = record.are_gradients_equal(step)
         rows.append(
             [
                 step.name,
@@ -74,7 +74,9 @@ def show_run(record: RunRecord, console: Console) -> None:
     heads = ("way", "peak", "change", "step", "moved out", "moved back", "gradients")
     console.table(f"{record.title} ({record.versions.device}, {record.memory_kind})", heads, rows)
     for step in record.steps:
-        kept = {fate.reason: fate.nbytes for fate in step.fates if fate.fate is RecordedFate.KEPT and fate.nbytes}
+        # A value that stayed and could have left has a reason; one that a policy saved has none.
+        stayed = [total for total in step.fates if total.fate is Fate.SAVE and total.reason]
+        kept = {total.reason: total.nbytes for total in stayed if total.nbytes}
         if kept and not step.out_bytes:
             reasons = ", ".join(f"{reason} {show_bytes(kept[reason])}" for reason in sorted(kept))
             console.say(f"{step.name}: nothing was swapped; stayed where it was: {reasons}")

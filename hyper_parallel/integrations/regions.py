@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hyper_parallel.backends.torch.planner.blocks import find_blocks, require_module
-from hyper_parallel.backends.torch.planner.regions import Handle, Replacements
+from hyper_parallel.backends.torch.planner.replacements import AppliedBlocks, Replacements
 from hyper_parallel.core.activation_checkpoint import checkpoint, swap
 from hyper_parallel.planner.backend import Model
 
 __all__ = ["replace_blocks", "swapped", "with_policy"]
 
 
-class _BlocksHandle(Handle):
+class _AppliedRegions(AppliedBlocks):
     """Regions in the place of blocks; ``stats()``, ``remove()``, or a ``with`` block."""
 
     def stats(self) -> Mapping[str, Any]:
@@ -31,7 +31,7 @@ def with_policy(function: Callable[..., Any], *args: Any, policy_fn: Any, **kwar
     return checkpoint(function, *args, policy_fn=policy_fn, swap_inputs=True, **kwargs)
 
 
-def replace_blocks(model: Model, region: Callable[..., Any], *, blocks: str | Sequence[str] | None) -> _BlocksHandle:
+def replace_blocks(model: Model, region: Callable[..., Any], *, blocks: str | Sequence[str] | None) -> _AppliedRegions:
     """Let every block be called through ``region(block, *args, **kwargs)``."""
     found = find_blocks(require_module(model, "apply"), blocks, who="apply")
     replacements = Replacements(model)
@@ -41,4 +41,4 @@ def replace_blocks(model: Model, region: Callable[..., Any], *, blocks: str | Se
     except BaseException:
         replacements.restore()
         raise
-    return _BlocksHandle(replacements)
+    return _AppliedRegions(replacements)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from hyper_parallel.errors import PlanError
-from hyper_parallel.planner.backend import AppliedHandle, Model, Step
+from hyper_parallel.planner.backend import Applied, Model, Step
 from hyper_parallel.planner.budget import parse_budget
 from hyper_parallel.planner.fit import apply_plan, fit_memory
 from hyper_parallel.planner.plan import Plan
@@ -64,7 +64,7 @@ class Treatment:
                 f"got {self.what!r}"
             )
 
-    def put_on(self, model: Model, step: Step | None = None) -> AppliedHandle:
+    def put_on(self, model: Model, step: Step | None = None) -> Applied:
         """Put it on one model; on failure the model is as before."""
         if self.budget is not None:
             if step is None:
@@ -91,7 +91,7 @@ class Treated:
 
     def __init__(self, treatment: Treatment, models: Sequence[Model], step: Step | None = None) -> None:
         self._paused: list[Any] = []  # modules whose own gradient checkpointing was on
-        self._handles: list[AppliedHandle] = []
+        self._handles: list[Applied] = []
         try:
             for model in models:
                 self._pause_own_checkpointing(model)

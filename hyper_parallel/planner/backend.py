@@ -1,7 +1,7 @@
 """What planning needs from a framework: blocks to find, steps to watch, wrappers to put in place. Nothing more.
 
-The planner itself sees records only. The framework's half lives in ``hyper_parallel.platform.<framework>.planner`` and is
-looked up at first use, as the engine's border does it.
+The planner itself sees records only. The framework's part is in ``hyper_parallel.backends.<framework>.planner`` and is
+imported at first use.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hyper_parallel.planner.profile import Profile
     from hyper_parallel.planner.rules import OpTable, RuleSet
 
-__all__ = ["AppliedHandle", "Model", "PlannerBackend", "Step", "StepMeasure", "planner_backend"]
+__all__ = ["Applied", "Model", "PlannerBackend", "Step", "StepMeasure", "planner_backend"]
 
 Model: TypeAlias = Any  # torch.nn.Module | mindspore.nn.Cell
 Step: TypeAlias = Callable[[], Any]  # one forward and backward
@@ -36,8 +36,8 @@ class StepMeasure(Protocol):
         """The median step."""
 
 
-class AppliedHandle(Protocol):
-    """Something applied to a model, and the way to take it off again."""
+class Applied(Protocol):
+    """What was applied to a model: rules, a plan or a treatment; it can be taken off again."""
 
     def remove(self) -> None:
         """Put the model back as it was; nothing happens the second time."""
@@ -47,15 +47,15 @@ class AppliedHandle(Protocol):
 
 
 class PlannerBackend(Protocol):
-    """The framework's half of planning."""
+    """The framework's part of planning."""
 
     def apply_rules(
         self, model: Model, rules: RuleSet, *, blocks: str | Sequence[str] | None, step: Step | None
-    ) -> AppliedHandle:
+    ) -> Applied:
         """Put regions that follow ``rules`` in the place of the model's blocks."""
 
     def list_ops(self, model: Model, step: Step, *, blocks: str | Sequence[str] | None) -> OpTable:
-        """Every op that a rule can speak of, as one step ran it."""
+        """Every op that a rule can name, as one step ran it."""
 
     def profile_memory(
         self,
@@ -83,7 +83,7 @@ class PlannerBackend(Protocol):
 
 
 def planner_backend() -> PlannerBackend:
-    """The planner's room of the platform in use."""
+    """The planner's adapter of the platform in use."""
     from hyper_parallel.platform.platform import PlatformType, get_platform
 
     if get_platform().platform_type is not PlatformType.PYTORCH:

@@ -1,8 +1,9 @@
 """The neighbourhood of a set of fates: what may be changed in one step of the search.
 
-Blocks of one kind are a row, and each slot (an op that may be kept, a region's input) is a row of letters over them.
-Good plans are made of few runs: early blocks swap, middle ones recompute, late ones save, the last are left alone. So a
-move shifts the border of a run, turns a run, or starts a new one at an end; in short rows any single block may change.
+Blocks of one kind are a row, and each slot (an op that may be kept, a region's input) has one fate for each of them.
+Good plans are made of few runs of equal fates: early blocks swap, middle ones recompute, late ones save, the last are left
+alone. So a move shifts the end of a run, changes a run, or starts a new one at an end; in short rows any single block may
+change.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
+from hyper_parallel.fates import Fate
+from hyper_parallel.planner.block_trace import LEFT_ALONE, Choice, KindAnalysis
 from hyper_parallel.planner.profile import EngineSettings
-from hyper_parallel.planner.tape import KEEP, Anatomy, Choice
 
 __all__ = ["Move", "Slot", "Solution", "Space"]
 
@@ -52,54 +54,54 @@ class Solution(NamedTuple):
 Move = Callable[[Solution], Solution]
 
 
-def fate_of(choice: Choice, slot: Slot) -> str:
-    """The letter of a slot; empty where the block is left alone or cut otherwise."""
+def fate_of(choice: Choice, slot: Slot) -> Fate | None:
+    """The fate of a slot; None where the block is left alone or cut otherwise."""
     if choice.cut != slot.cut:
-        return ""
+        return None
     return (choice.inputs if slot.is_input else choice.fates)[slot.at]
 
 
-def with_fate(choice: Choice, slot: Slot, fate: str) -> Choice:
-    """The same choice with one letter changed."""
+def with_fate(choice: Choice, slot: Slot, fate: Fate) -> Choice:
+    """The same choice with one fate changed."""
     if choice.cut != slot.cut:
         return choice
-    letters = choice.inputs if slot.is_input else choice.fates
-    letters = letters[: slot.at] + fate + letters[slot.at + 1 :]
-    return Choice(choice.cut, letters, choice.fates) if slot.is_input else Choice(choice.cut, choice.inputs, letters)
+    fates = choice.inputs if slot.is_input else choice.fates
+    fates = (*fates[: slot.at], fate, *fates[slot.at + 1 :])
+    return Choice(choice.cut, fates, choice.fates) if slot.is_input else Choice(choice.cut, choice.inputs, fates)
 
 
 class Space:
     """The kinds of a profile, seen as rows and slots."""
 
     def __init__(
-        self, anatomies: Sequence[Anatomy], kinds: Sequence[int], input_bytes: Sequence[int], min_bytes: int
+        self, analyses: Sequence[KindAnalysis], kinds: Sequence[int], input_bytes: Sequence[int], min_bytes: int
     ) -> None:
-        self.anatomies = anatomies
+        self.analyses = analyses
         self.min_bytes = min_bytes
         self.rows = {kind: [at for at, other in enumerate(kinds) if other == kind] for kind in sorted(set(kinds))}
         self.seconds = sum(
-            len(row) * sum(op.seconds for op in anatomies[kind].kind.ops) for kind, row in self.rows.items()
+            len(row) * sum(op.seconds for op in analyses[kind].kind.ops) for kind, row in self.rows.items()
         )
         self.slots = {
             (kind, cut): self._slots(kind, cut, max(input_bytes[at] for at in row))
             for kind, row in self.rows.items()
-            for cut in range(len(anatomies[kind].kind.cuts))
+            for cut in range(len(analyses[kind].kind.cuts))
         }
         self.whole = {kind: self._whole_choices(kind) for kind, row in self.rows.items() if len(row) <= SHORT_ROW}
         self.largest = max((slot.nbytes for slots in self.slots.values() for slot in slots), default=0)
 
     def _slots(self, kind: int, cut: int, input_bytes: int) -> list[Slot]:
-        anatomy = self.anatomies[kind]
-        ops = anatomy.kind.ops
-        regions = anatomy.kind.cuts[cut].regions
-        taken = {value for region in regions for value in anatomy.roots(region.inputs)}
+        analysis = self.analyses[kind]
+        ops = analysis.kind.ops
+        regions = analysis.kind.cuts[cut].regions
+        taken = {value for region in regions for value in analysis.roots(region.inputs)}
         found = []
         count = len(self.rows[kind])
         for number, region in enumerate(regions):
-            held = sum(input_bytes if value < 0 else ops[value].output_bytes for value in anatomy.roots(region.inputs))
+            held = sum(input_bytes if value < 0 else ops[value].output_bytes for value in analysis.roots(region.inputs))
             if held >= max(1, self.min_bytes):
                 found.append(Slot(kind, cut, True, number, held, 0.0))
-            for at in range(region.first_op, anatomy.replay_stop(region)):
+            for at in range(region.first_op, analysis.replay_stop(region)):
                 op = ops[at]
                 is_worth_it = op.seconds and op.seconds * count >= _LEAST_SHARE * self.seconds
                 if op.is_keepable and op.output_bytes and is_worth_it and at not in taken:
@@ -108,35 +110,35 @@ class Space:
 
     def _whole_choices(self, kind: int) -> list[Choice]:
         """Everything that can become of a block, where that is a short list."""
-        cuts = range(len(self.anatomies[kind].kind.cuts))
+        cuts = range(len(self.analyses[kind].kind.cuts))
         ways = sum(math.prod(len(self.may_be(slot)) for slot in self.slots[kind, cut]) for cut in cuts)
         if ways > MOST_WHOLE:
-            return [KEEP, *self._templates(kind)]
-        found = [KEEP]
+            return [LEFT_ALONE, *self._templates(kind)]
+        found = [LEFT_ALONE]
         for cut in cuts:
             slots = self.slots[kind, cut]
             for fates in itertools.product(*(self.may_be(slot) for slot in slots)):
-                choice = self.plain(kind, cut, inputs="s")
+                choice = self.plain(kind, cut, inputs=Fate.SAVE)
                 for slot, fate in zip(slots, fates):
                     choice = with_fate(choice, slot, fate)
                 found.append(choice)
         return found
 
-    def may_be(self, slot: Slot) -> str:
-        """The fates of a slot."""
-        fates = "s" if slot.is_input else "rs"
-        return fates + "w" if slot.nbytes >= self.min_bytes else fates
+    def may_be(self, slot: Slot) -> tuple[Fate, ...]:
+        """The fates that a slot may have."""
+        fates = (Fate.SAVE,) if slot.is_input else (Fate.RECOMPUTE, Fate.SAVE)
+        return (*fates, Fate.SWAP) if slot.nbytes >= self.min_bytes else fates
 
-    def plain(self, kind: int, cut: int, *, inputs: str) -> Choice:
+    def plain(self, kind: int, cut: int, *, inputs: Fate) -> Choice:
         """Everything recomputed."""
-        anatomy = self.anatomies[kind]
-        return Choice(cut, inputs * len(anatomy.kind.cuts[cut].regions), "r" * len(anatomy.kind.ops))
+        analysis = self.analyses[kind]
+        return Choice(cut, (inputs,) * len(analysis.kind.cuts[cut].regions), (Fate.RECOMPUTE,) * len(analysis.kind.ops))
 
     def region_bytes(self, swapped: Sequence[Slot]) -> int:
         """The most bytes of these slots, inputs included, that one region asks for."""
         most = self.largest
         for (kind, cut), slots in self.slots.items():
-            for region in self.anatomies[kind].kind.cuts[cut].regions:
+            for region in self.analyses[kind].kind.cuts[cut].regions:
                 own = [
                     slot.nbytes
                     for slot in swapped
@@ -163,7 +165,7 @@ class Space:
     def random(self, dice: random.Random, settings: EngineSettings) -> Solution:
         """Any choice for every block of a short row; everything recomputed elsewhere."""
         chosen = {
-            at: dice.choice(self.whole[kind]) if kind in self.whole else self.plain(kind, 0, inputs="w")
+            at: dice.choice(self.whole[kind]) if kind in self.whole else self.plain(kind, 0, inputs=Fate.SWAP)
             for kind, row in self.rows.items()
             for at in row
         }
@@ -172,14 +174,15 @@ class Space:
     # ------------------------------------------------------------------ moves
 
     def moves(self, solution: Solution, step: int) -> Iterator[Move]:
-        """Everything one step away; borders shift by ``step`` blocks."""
+        """Everything one step away; the ends of runs shift by ``step`` blocks."""
         for kind, row in self.rows.items():
-            cuts = sorted({solution.choices[at].cut for at in row} - {KEEP.cut})
+            cuts = sorted({solution.choices[at].cut for at in row} - {LEFT_ALONE.cut})
             for cut in cuts:
                 for slot in self.slots[kind, cut]:
-                    letters = [fate_of(solution.choices[at], slot) for at in row]
-                    for span, fate in _row_moves(letters, self.may_be(slot), step):
-                        yield functools.partial(_set_fate, blocks=row[span.start : span.stop], slot=slot, fate=fate)
+                    fates = [fate_of(solution.choices[at], slot) for at in row]
+                    for changed, fate in _row_moves(fates, self.may_be(slot), step):
+                        blocks = row[changed.start : changed.stop]
+                        yield functools.partial(_set_fate, blocks=blocks, slot=slot, fate=fate)
             yield from self._keep_moves(solution, kind, row, step)
             yield from self._cut_moves(kind, row)
         yield from self._settings_moves(solution)
@@ -189,7 +192,7 @@ class Space:
         kept = [at for at in row if choices[at].cut < 0]
         touched = [at for at in row if choices[at].cut >= 0]
         if touched:
-            yield functools.partial(_set_choice, blocks=touched[-step:], choice=KEEP)
+            yield functools.partial(_set_choice, blocks=touched[-step:], choice=LEFT_ALONE)
         templates = {choices[at] for at in (touched[0], touched[-1])} if touched else set(self._templates(kind))
         for template in sorted(templates):
             if kept:
@@ -199,18 +202,18 @@ class Space:
                 yield functools.partial(_set_choice, blocks=[at], choice=choice)
 
     def _templates(self, kind: int) -> Iterator[Choice]:
-        for cut in range(len(self.anatomies[kind].kind.cuts)):
-            for inputs in "sw":
+        for cut in range(len(self.analyses[kind].kind.cuts)):
+            for inputs in (Fate.SAVE, Fate.SWAP):
                 yield self.plain(kind, cut, inputs=inputs)
 
     def _cut_moves(self, kind: int, row: list[int]) -> Iterator[Move]:
-        cuts = self.anatomies[kind].kind.cuts
+        cuts = self.analyses[kind].kind.cuts
         for cut in range(len(cuts)) if len(cuts) > 1 else ():
             yield functools.partial(_set_cut, blocks=row, cut=cut, regions=len(cuts[cut].regions))
 
     def _settings_moves(self, solution: Solution) -> Iterator[Move]:
         settings = solution.settings
-        if not settings.is_tunable or not any("w" in choice.inputs + choice.fates for choice in solution.choices):
+        if not settings.is_tunable or not any(Fate.SWAP in choice.inputs + choice.fates for choice in solution.choices):
             return
         for name in ("window_bytes", "tail_bytes", "prefetch_bytes"):
             now = getattr(settings, name)
@@ -219,7 +222,7 @@ class Space:
                 yield functools.partial(_set_setting, name=name, value=value)
 
 
-def _set_fate(solution: Solution, *, blocks: Sequence[int], slot: Slot, fate: str) -> Solution:
+def _set_fate(solution: Solution, *, blocks: Sequence[int], slot: Slot, fate: Fate) -> Solution:
     choices = list(solution.choices)
     for at in blocks:
         choices[at] = with_fate(choices[at], slot, fate)
@@ -237,8 +240,8 @@ def _set_cut(solution: Solution, *, blocks: Sequence[int], cut: int, regions: in
     """The same fates under another cut; the inputs of its regions follow the first one."""
     choices = list(solution.choices)
     for at in blocks:
-        if choices[at].cut not in (KEEP.cut, cut):
-            choices[at] = Choice(cut, choices[at].inputs[0] * regions, choices[at].fates)
+        if choices[at].cut not in (LEFT_ALONE.cut, cut):
+            choices[at] = Choice(cut, choices[at].inputs[:1] * regions, choices[at].fates)
     return Solution(tuple(choices), solution.settings)
 
 
@@ -247,20 +250,20 @@ def _set_setting(solution: Solution, *, name: str, value: int) -> Solution:
     return Solution(solution.choices, dataclasses.replace(solution.settings, **changes))  # type: ignore[arg-type]
 
 
-def _row_moves(letters: list[str], fates: str, step: int) -> list[tuple[range, str]]:
-    """Spans of a row and the letter they would take."""
-    spans: dict[tuple[int, int, str], None] = {}
+def _row_moves(row: list[Fate | None], may_be: tuple[Fate, ...], step: int) -> list[tuple[range, Fate]]:
+    """Ranges of a row, and the fate that each would get."""
+    moves: dict[tuple[int, int, Fate], None] = {}
     at = 0
-    for letter, group in itertools.groupby(letters):
+    for now, group in itertools.groupby(row):
         start, at = at, at + len(list(group))
-        for fate in fates if letter else "":
-            if fate != letter:
-                spans[start, at, fate] = None
-                spans[start, min(at, start + step), fate] = None
-                spans[max(start, at - step), at, fate] = None
-    if len(letters) <= SHORT_ROW:
-        for position, letter in enumerate(letters):
-            for fate in fates if letter else "":
-                if fate != letter:
-                    spans[position, position + 1, fate] = None
-    return [(range(start, stop), fate) for start, stop, fate in spans]
+        for fate in () if now is None else may_be:
+            if fate is not now:
+                moves[start, at, fate] = None
+                moves[start, min(at, start + step), fate] = None
+                moves[max(start, at - step), at, fate] = None
+    if len(row) <= SHORT_ROW:
+        for position, now in enumerate(row):
+            for fate in () if now is None else may_be:
+                if fate is not now:
+                    moves[position, position + 1, fate] = None
+    return [(range(start, stop), fate) for start, stop, fate in moves]

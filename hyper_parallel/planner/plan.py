@@ -7,7 +7,6 @@ compared and printed, and knows the fingerprint of the model it was made for.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -15,20 +14,14 @@ from typing import Final
 
 from hyper_parallel.config import show_bytes
 from hyper_parallel.errors import PlanError
+from hyper_parallel.fates import Fate
 from hyper_parallel.planner.profile import EngineSettings
-from hyper_parallel.planner.records import load_record, require, save_record
+from hyper_parallel.records.prediction import Prediction
+from hyper_parallel.records.record_files import load_record, require, save_record
 
-__all__ = ["BlockPlan", "Corrections", "Fate", "OpDecision", "Plan", "Prediction", "Recipe", "RegionPlan", "WhatIf"]
+__all__ = ["BlockPlan", "Corrections", "OpDecision", "Plan", "Recipe", "RegionPlan", "WhatIf"]
 
 SCHEMA: Final = "hyper_parallel.plan/1"
-
-
-class Fate(str, enum.Enum):
-    """What becomes of an op's output, or of a region's input."""
-
-    SAVE = "save"  # on the device from its forward to the end of its region's backward
-    SWAP = "swap"  # leaves for far memory, and is back when its region is replayed
-    RECOMPUTE = "recompute"  # made again when its region is replayed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,24 +79,6 @@ class BlockPlan:
     name: str
     recipe: int | None = None  # index into Plan.recipes; None: left alone
     reason: str = ""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """What a step under the plan should be."""
-
-    peak_bytes: int
-    peak_where: str
-    peak_parts: dict[str, int]  # what the peak is made of, by name
-    step_seconds: float
-    compute_seconds: float  # the step's own work
-    replay_seconds: float  # work done again
-    exposed_seconds: float  # compute waiting for copies
-    host_seconds: float = 0.0  # issuing it; the step cannot be shorter
-    swapped_out_bytes: int = 0
-    swapped_in_bytes: int = 0
-    host_bytes: int = 0  # far memory at its fullest
-    disk_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -250,7 +225,7 @@ def _differences(mine: Plan, other: Plan) -> Iterator[str]:
             change = f"{value}: {before_fate or _REPLAYED} -> {after_fate or _REPLAYED}"
             changes.setdefault(change, []).append(block)
     for change, blocks in changes.items():
-        yield f"{change} in {_span(blocks)}"
+        yield f"{change} in {_shown_names(blocks)}"
     if mine.predicted != other.predicted:
         yield (
             f"predicted: {show_bytes(mine.predicted_peak_bytes)}, {mine.predicted_step_seconds * 1e3:.1f} ms -> "
@@ -258,7 +233,7 @@ def _differences(mine: Plan, other: Plan) -> Iterator[str]:
         )
 
 
-def _span(names: list[str]) -> str:
+def _shown_names(names: list[str]) -> str:
     if len(names) <= 3:
         return ", ".join(names)
     return f"{len(names)} blocks ({names[0]} .. {names[-1]})"
@@ -302,7 +277,7 @@ def _recipe_lines(plan: Plan) -> Iterator[str]:
     for block in plan.blocks:
         groups.setdefault(block.recipe, []).append(block)
     for recipe_index, members in groups.items():
-        names = _span([block.name for block in members])
+        names = _shown_names([block.name for block in members])
         if recipe_index is None:
             yield f"{names}: left alone; {members[0].reason}"
             continue

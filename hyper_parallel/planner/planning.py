@@ -9,26 +9,17 @@ from typing import Final
 
 from hyper_parallel.config import show_bytes
 from hyper_parallel.errors import BudgetTooSmallError
+from hyper_parallel.fates import Fate
+from hyper_parallel.planner.block_trace import Choice
 from hyper_parallel.planner.budget import parse_budget
-from hyper_parallel.planner.plan import (
-    BlockPlan,
-    Corrections,
-    Fate,
-    OpDecision,
-    Plan,
-    Prediction,
-    Recipe,
-    RegionPlan,
-    WhatIf,
-)
-from hyper_parallel.planner.profile import BaseBytes, EngineSettings, OpProfile, Profile, RegionSpan
+from hyper_parallel.planner.plan import BlockPlan, Corrections, OpDecision, Plan, Recipe, RegionPlan, WhatIf
+from hyper_parallel.planner.profile import BaseBytes, CutRegion, EngineSettings, OpProfile, Profile
 from hyper_parallel.planner.solve import Answer, Solver
-from hyper_parallel.planner.tape import Choice
-from hyper_parallel.planner.timeline import Simulator
+from hyper_parallel.planner.step_simulator import StepSimulator
+from hyper_parallel.records.prediction import Prediction
 
 __all__ = ["plan_memory", "predict", "untouched_prediction", "written_plan"]
 
-_FATES: Final = {"r": Fate.RECOMPUTE, "s": Fate.SAVE, "w": Fate.SWAP}
 _WHAT_IF: Final = (0.9, 1.1)
 _SECOND_LOOK: Final = 0.25  # of the first search's effort
 
@@ -57,11 +48,11 @@ def plan_memory(
         raise ValueError(f"plan_memory: effort is a number above 0 and up to 100, got {effort!r}")
     if corrections is None:
         corrections = _calibrated(profile, budget_bytes)
-    solver = Solver(Simulator(profile, corrections))
+    solver = Solver(StepSimulator(profile, corrections))
     answer = solver.solve(budget_bytes, effort=effort)
-    if answer.timeline.peak_bytes > budget_bytes:
+    if answer.step.peak_bytes > budget_bytes:
         answer = min(answer, solver.smallest(effort=effort), key=lambda each: each.key(budget_bytes))
-        if answer.timeline.peak_bytes > budget_bytes:
+        if answer.step.peak_bytes > budget_bytes:
             raise _too_small(profile, solver, answer, budget_bytes)
     others = [_at(solver, answer, int(budget_bytes * factor), effort) for factor in _WHAT_IF]
     # What a little less or more memory leads to is often a good place to start from.
@@ -96,8 +87,8 @@ def _calibrated(profile: Profile, budget: int) -> Corrections:
     """
     if profile.measured.under != "none":
         return Corrections()
-    simulator = Simulator(profile)
-    alone = Solver(simulator).untouched().timeline
+    simulator = StepSimulator(profile)
+    alone = Solver(simulator).untouched().step
     is_host_bound = profile.host.step_seconds >= 0.95 * profile.measured.step_seconds
     scale = 1.0
     if alone.compute_seconds > 0 and profile.measured.step_seconds > 0 and not is_host_bound:
@@ -118,20 +109,20 @@ def untouched_prediction(solver: Solver) -> Prediction:
 
 def predict(solver: Solver, choices: tuple[Choice, ...], settings: EngineSettings) -> Prediction:
     """What a step with these choices should be."""
-    line = solver.simulator.explain(choices, settings)
+    step = solver.simulator.explain(choices, settings)
     return Prediction(
-        peak_bytes=line.peak_bytes,
-        peak_where=line.peak_where,
-        peak_parts=line.named_parts(),
-        step_seconds=line.step_seconds,
-        compute_seconds=line.compute_seconds,
-        replay_seconds=line.replay_seconds,
-        exposed_seconds=line.exposed_seconds,
-        host_seconds=line.host_seconds,
-        swapped_out_bytes=line.out_bytes,
-        swapped_in_bytes=line.in_bytes,
-        host_bytes=line.host_bytes,
-        disk_bytes=line.disk_bytes,
+        peak_bytes=step.peak_bytes,
+        peak_where=step.peak_where,
+        peak_parts=step.named_parts(),
+        step_seconds=step.step_seconds,
+        compute_seconds=step.compute_seconds,
+        replay_seconds=step.replay_seconds,
+        exposed_seconds=step.exposed_seconds,
+        host_seconds=step.host_seconds,
+        swapped_out_bytes=step.out_bytes,
+        swapped_in_bytes=step.in_bytes,
+        host_bytes=step.host_bytes,
+        disk_bytes=step.disk_bytes,
     )
 
 
@@ -141,10 +132,10 @@ def _at(solver: Solver, answer: Answer, budget: int, effort: float) -> Answer:
 
 
 def _as_what_if(answer: Answer, other: Answer, budget: int) -> WhatIf:
-    line = min(answer, other, key=lambda each: each.key(budget)).timeline
-    if line.peak_bytes > budget:
+    step = min(answer, other, key=lambda each: each.key(budget)).step
+    if step.peak_bytes > budget:
         return WhatIf(budget_bytes=budget, peak_bytes=None, step_seconds=None)
-    return WhatIf(budget_bytes=budget, peak_bytes=line.peak_bytes, step_seconds=line.step_seconds)
+    return WhatIf(budget_bytes=budget, peak_bytes=step.peak_bytes, step_seconds=step.step_seconds)
 
 
 def _too_small(profile: Profile, solver: Solver, answer: Answer, budget: int) -> BudgetTooSmallError:
@@ -170,7 +161,7 @@ def _notes(profile: Profile, answer: Answer) -> tuple[str, ...]:
     margin = profile.measured.reserved_bytes - profile.measured.peak_bytes
     if margin > 0:
         notes.append(f"the allocator reserved {show_bytes(margin)} beyond the active bytes when this was profiled")
-    pinned = answer.timeline.host_bytes
+    pinned = answer.step.host_bytes
     if pinned and profile.link.pin_seconds_per_byte:
         seconds = pinned * profile.link.pin_seconds_per_byte
         notes.append(f"pinning {show_bytes(pinned)} of host memory takes {seconds:.1f} s, once")
@@ -222,8 +213,8 @@ def _recipe(profile: Profile, block: int, choice: Choice) -> Recipe:
     return Recipe(kind=kind.name, regions=tuple(regions))
 
 
-def _input_fate(profile: Profile, block: int, region: RegionSpan, letter: str) -> Fate:
-    """An input that somebody else holds anyway, or that is too small to move, need not leave."""
+def _input_fate(profile: Profile, block: int, region: CutRegion, fate: Fate) -> Fate:
+    """An input that is held elsewhere anyway, or that is too small to move, need not leave."""
     ops, own = profile.kind_of(block).ops, profile.blocks[block].input_bytes
     held = 0
     for given in region.inputs:
@@ -231,10 +222,12 @@ def _input_fate(profile: Profile, block: int, region: RegionSpan, letter: str) -
         while value >= 0 and (alias := ops[value].alias) is not None:
             value = alias
         held = max(held, own if value < 0 else ops[value].output_bytes)
-    return _FATES[letter] if held >= max(1, profile.engine.min_bytes) else Fate.SAVE
+    return fate if held >= max(1, profile.engine.min_bytes) else Fate.SAVE
 
 
-def _decisions(profile: Profile, ops: Sequence[OpProfile], region: RegionSpan, fates: str) -> tuple[OpDecision, ...]:
+def _decisions(
+    profile: Profile, ops: Sequence[OpProfile], region: CutRegion, fates: Sequence[Fate]
+) -> tuple[OpDecision, ...]:
     before = Counter((op.name, op.overload) for op in ops[: region.first_op])
     found = []
     for at in range(region.first_op, region.stop_op):
@@ -246,8 +239,8 @@ def _decisions(profile: Profile, ops: Sequence[OpProfile], region: RegionSpan, f
                     overload=op.overload,
                     module=op.module,
                     occurrence=op.occurrence - before[op.name, op.overload],
-                    fate=_FATES[fates[at]],
-                    reason=_reason(op, _FATES[fates[at]]),
+                    fate=fates[at],
+                    reason=_reason(op, fates[at]),
                 )
             )
     return tuple(found)

@@ -25,7 +25,8 @@ import dataclasses
 import os
 from typing import Final
 
-from hyper_parallel.planner.records import load_record, require, save_record
+from hyper_parallel.records.record_files import load_record, require, save_record
+from hyper_parallel.records.versions import Versions
 
 __all__ = [
     "BLOCK_INPUT",
@@ -40,9 +41,8 @@ __all__ = [
     "Measured",
     "OpProfile",
     "Profile",
-    "RegionSpan",
+    "CutRegion",
     "Segment",
-    "Versions",
 ]
 
 SCHEMA: Final = "hyper_parallel.profile/1"
@@ -55,17 +55,6 @@ def _not_negative(record: object, *names: str) -> None:
     for name in names:
         value = getattr(record, name)
         require(value >= 0, f"{type(record).__name__}.{name}: {value!r} is negative")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Versions:
-    """Where and with what the step was measured."""
-
-    framework: str  # "torch", "mindspore"
-    framework_version: str
-    device: str  # "NVIDIA H200", "simulated accelerator"
-    library_version: str
-    python_version: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,7 +123,7 @@ class OpProfile:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RegionSpan:
+class CutRegion:
     """A stretch of a block that can be wrapped as one replayed region: ``ops[first_op:stop_op]``."""
 
     module: str  # path inside the block; "": the block itself
@@ -147,7 +136,7 @@ class RegionSpan:
 
     def __post_init__(self) -> None:
         require(
-            0 <= self.first_op < self.stop_op, f"RegionSpan {self.module!r}: {self.first_op}..{self.stop_op} is empty"
+            0 <= self.first_op < self.stop_op, f"CutRegion {self.module!r}: {self.first_op}..{self.stop_op} is empty"
         )
 
 
@@ -155,7 +144,7 @@ class RegionSpan:
 class Cut:
     """One way to cut a block into regions. Ops outside every region stay as they are."""
 
-    regions: tuple[RegionSpan, ...]
+    regions: tuple[CutRegion, ...]
 
     def __post_init__(self) -> None:
         require(bool(self.regions), "Cut.regions: is empty")
@@ -184,7 +173,7 @@ class BlockKind:
         )
         _not_negative(self, "backward_seconds", "backward_transient_bytes", "gradient_bytes")
         if not self.cuts:
-            whole = RegionSpan(module="", first_op=0, stop_op=len(self.ops))
+            whole = CutRegion(module="", first_op=0, stop_op=len(self.ops))
             object.__setattr__(self, "cuts", (Cut(regions=(whole,)),))
         for at, op in enumerate(self.ops):
             self._check_op(at, op)
@@ -200,7 +189,7 @@ class BlockKind:
         if op.alias is not None:
             self._check_indices(f"{where}.alias", (op.alias,), BLOCK_INPUT, at)
 
-    def _check_region(self, region: RegionSpan) -> None:
+    def _check_region(self, region: CutRegion) -> None:
         where = f"region {region.module!r}"
         require(
             region.stop_op <= len(self.ops),

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import enum
 import fnmatch
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,24 +27,26 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from hyper_parallel.errors import PlanError
-from hyper_parallel.planner.backend import AppliedHandle, Model, Step, planner_backend
+from hyper_parallel.fates import Fate
+from hyper_parallel.planner.backend import Applied, Model, Step, planner_backend
 
-__all__ = ["ALIASES", "INPUT", "PRESETS", "RuleFate", "OpRow", "OpTable", "Rule", "RuleSet", "apply_rules", "list_ops"]
+__all__ = ["ALIASES", "INPUT", "FATES", "PRESETS", "OpRow", "OpTable", "Rule", "RuleSet", "apply_rules", "list_ops"]
 
 INPUT: Final = "input"
 
 
-class RuleFate(str, enum.Enum):
-    """What a rule wishes for an op's output."""
+FATES: Final[Mapping[str, tuple[Fate, bool]]] = MappingProxyType(
+    {
+        "swap": (Fate.SWAP, False),
+        "save": (Fate.SAVE, False),
+        "recompute": (Fate.RECOMPUTE, False),
+        "prefer_save": (Fate.SAVE, True),
+        "prefer_recompute": (Fate.RECOMPUTE, True),
+    }
+)
+"""What a user may write for an op's output: the fate, and whether it is a preference that a budget may overrule."""
 
-    SWAP = "swap"  # leaves for far memory and comes back
-    SAVE = "save"  # stays on the device
-    RECOMPUTE = "recompute"  # is run again in backward
-    PREFER_SAVE = "prefer_save"  # stays, unless a budget overrules it
-    PREFER_RECOMPUTE = "prefer_recompute"  # is run again, unless a budget overrules it
-
-
-_OF_INPUTS: Final = (RuleFate.SWAP, RuleFate.SAVE, RuleFate.PREFER_SAVE)
+_OF_INPUTS: Final = ("swap", "save", "prefer_save")
 
 ALIASES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -97,23 +98,38 @@ class Rule:
     """One line: which ops, and their fate."""
 
     pattern: str
-    fate: RuleFate
+    fate: Fate
+    is_preference: bool = False  # a budget may overrule it
 
     def __post_init__(self) -> None:
-        if not isinstance(self.pattern, str):
-            raise TypeError(f"apply_rules: a rule is written 'module::op', got {self.pattern!r}")
-        module, mark, op = self.pattern.partition("::")
-        if not mark or not module.strip(".") or not op or "::" in op or module != module.strip("."):
+        _check_pattern(self.pattern)
+        if self.fate_word not in FATES:
             raise ValueError(
-                f"apply_rules: cannot read the rule {self.pattern!r}; write 'module::op', such as 'layers.*.attn::sdpa', "
-                "'layers.*.mlp::mm' or '*::*'"
+                f"apply_rules: the rule {self.pattern!r} cannot prefer {self.fate.value!r}; write it plainly"
             )
-        object.__setattr__(self, "fate", _fate(self.pattern, self.fate))
-        if op == INPUT and self.fate not in _OF_INPUTS:
+        if self.op == INPUT and self.fate_word not in _OF_INPUTS:
             raise ValueError(
-                f"apply_rules: {self.pattern!r} cannot be {self.fate.value!r}: nothing makes a block's input again; "
-                f"known for inputs are {', '.join(fate.value for fate in _OF_INPUTS)}"
+                f"apply_rules: {self.pattern!r} cannot be {self.fate_word!r}: nothing makes a block's input again; "
+                f"known for inputs are {', '.join(_OF_INPUTS)}"
             )
+
+    @classmethod
+    def parse(cls, pattern: Any, fate_word: Any) -> Rule:
+        """From one line as a user writes it: ``"layers.*.attn::sdpa"`` and ``"swap"`` or ``"prefer_save"``."""
+        _check_pattern(pattern)
+        word = fate_word.value if isinstance(fate_word, Fate) else fate_word
+        if not isinstance(word, str) or word not in FATES:
+            raise ValueError(
+                f"apply_rules: the rule {pattern!r} says {fate_word!r}; known fates are {', '.join(FATES)}"
+                f"{_near(fate_word, FATES)}"
+            )
+        fate, is_preference = FATES[word]
+        return cls(pattern=pattern, fate=fate, is_preference=is_preference)
+
+    @property
+    def fate_word(self) -> str:
+        """The fate as users write it."""
+        return f"prefer_{self.fate.value}" if self.is_preference else self.fate.value
 
     @property
     def module(self) -> str:
@@ -131,25 +147,26 @@ class Rule:
         return None if self.op == "*" else frozenset(ALIASES.get(self.op, (self.op,)))
 
     def matches_module(self, path: str) -> bool:
-        """Whether it speaks of the module at ``path``, or of one around it."""
+        """Whether it names the module at ``path``, or one around it."""
         return self.module == "*" or _covers(tuple(self.module.split(".")), tuple(path.split(".")) if path else ())
 
     def matches(self, path: str, op: str) -> bool:
-        """Whether it speaks of the op called ``op`` in the module at ``path``."""
+        """Whether it names the op called ``op`` in the module at ``path``."""
         if op == INPUT or self.op == INPUT:
             return op == self.op and self.matches_module(path)
         ops = self.ops
         return (ops is None or op in ops) and self.matches_module(path)
 
 
-def _fate(pattern: str, given: Any) -> RuleFate:
-    try:
-        return RuleFate(given)
-    except ValueError:
-        known = [fate.value for fate in RuleFate]
+def _check_pattern(pattern: Any) -> None:
+    if not isinstance(pattern, str):
+        raise TypeError(f"apply_rules: a rule is written 'module::op', got {pattern!r}")
+    module, mark, op = pattern.partition("::")
+    if not mark or not module.strip(".") or not op or "::" in op or module != module.strip("."):
         raise ValueError(
-            f"apply_rules: the rule {pattern!r} says {given!r}; known fates are {', '.join(known)}{_near(given, known)}"
-        ) from None
+            f"apply_rules: cannot read the rule {pattern!r}; write 'module::op', such as 'layers.*.attn::sdpa', "
+            "'layers.*.mlp::mm' or '*::*'"
+        )
 
 
 @functools.lru_cache(maxsize=65536)
@@ -171,6 +188,10 @@ def _near(word: Any, known: Iterable[str]) -> str:
     return f"; near misses: {', '.join(close)}" if close else ""
 
 
+_INPUT_WITHOUT_RULE: Final = Rule(pattern="*::input", fate=Fate.SAVE)
+_OP_WITHOUT_RULE: Final = Rule(pattern="*::*", fate=Fate.RECOMPUTE, is_preference=True)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RuleSet:
     """Rules in order; the first that matches decides."""
@@ -189,7 +210,7 @@ class RuleSet:
                     f"apply_rules: unknown preset {given!r}; known are {', '.join(PRESETS)}{_near(given, PRESETS)}"
                 )
             return cls(
-                rules=tuple(Rule(pattern=pattern, fate=RuleFate(fate)) for pattern, fate in PRESETS[given].items()),
+                rules=tuple(Rule.parse(pattern, word) for pattern, word in PRESETS[given].items()),
                 may_match_nothing=True,
             )
         if not isinstance(given, Mapping):
@@ -199,7 +220,7 @@ class RuleSet:
             )
         if not given:
             raise ValueError("apply_rules: no rules were given; '*::*' with a fate is the shortest rule there is")
-        return cls(rules=tuple(Rule(pattern=pattern, fate=fate) for pattern, fate in given.items()))
+        return cls(rules=tuple(Rule.parse(pattern, word) for pattern, word in given.items()))
 
     @property
     def spares_last_block(self) -> bool:
@@ -208,8 +229,7 @@ class RuleSet:
         A region's replay makes its values again beside what it saved. In the last block everything is still there at that
         moment, so replaying it would lift the peak above that of the plain step. Rules of a user's own do what they say.
         """
-        saves = (RuleFate.SAVE, RuleFate.PREFER_SAVE)
-        return self.may_match_nothing and any(rule.fate in saves and rule.op != INPUT for rule in self.rules)
+        return self.may_match_nothing and any(rule.fate is Fate.SAVE and rule.op != INPUT for rule in self.rules)
 
     def deciding(self, path: str, op: str) -> int | None:
         """The number of the rule that decides; None where no rule matches."""
@@ -218,15 +238,15 @@ class RuleSet:
                 return number
         return None
 
-    def fate_of(self, path: str, op: str) -> RuleFate:
-        """What becomes of an op, or of an input."""
+    def rule_for(self, path: str, op: str) -> Rule:
+        """The rule that decides about an op, or about an input; where none matches, what holds without rules."""
         number = self.deciding(path, op)
         if number is not None:
-            return self.rules[number].fate
-        return RuleFate.SAVE if op == INPUT else RuleFate.PREFER_RECOMPUTE
+            return self.rules[number]
+        return _INPUT_WITHOUT_RULE if op == INPUT else _OP_WITHOUT_RULE
 
     def matching(self, path: str, op: str) -> list[int]:
-        """Every rule that speaks of this op, also those that an earlier one overrules."""
+        """Every rule that names this op, also those that an earlier one overrules."""
         return [number for number, rule in enumerate(self.rules) if rule.matches(path, op)]
 
     def check_modules(self, paths: Sequence[str]) -> None:
@@ -255,7 +275,7 @@ class RuleSet:
                 )
 
     def check_matched(self, seen: Iterable[tuple[str, str]]) -> None:
-        """Refuse a rule that spoke of none of the (module, op) pairs that ran."""
+        """Refuse a rule that names none of the (module, op) pairs that ran."""
         seen = sorted(set(seen))
         for number, rule in enumerate(self.rules):
             if any(number in self.matching(path, op) for path, op in seen):
@@ -293,7 +313,7 @@ class OpRow:
 
 @dataclasses.dataclass(frozen=True)
 class OpTable(Sequence[OpRow]):
-    """Every op that a rule can speak of; prints as a table."""
+    """Every op that a rule can name; prints as a table."""
 
     rows: tuple[OpRow, ...]
 
@@ -322,7 +342,7 @@ def apply_rules(
     *,
     blocks: str | Sequence[str] | None = None,
     step: Step | None = None,
-) -> AppliedHandle:
+) -> Applied:
     """Let rules decide what becomes of every op in the model's blocks.
 
     Args:
@@ -334,7 +354,7 @@ def apply_rules(
             checked now and matches at the end of the first forward. A preset needs no check, and does not run it.
 
     Returns:
-        A handle and context manager with ``stats()`` and ``remove()``.
+        What was applied: a context manager with ``stats()`` and ``remove()``.
 
     Raises:
         PlanError: a rule matches nothing (near misses are shown), or the model has no repeated blocks.
@@ -344,7 +364,7 @@ def apply_rules(
 
 
 def list_ops(model: Model, step: Step, *, blocks: str | Sequence[str] | None = None) -> OpTable:
-    """Every op that a rule can speak of: module path, op name, how often it ran in one step, the bytes it made.
+    """Every op that a rule can name: module path, op name, how often it ran in one step, the bytes it made.
 
     ``step`` runs once and leaves no trace.
     """

@@ -11,12 +11,14 @@ import dataclasses
 from typing import Final
 
 from hyper_parallel.config import show_bytes
-from hyper_parallel.planner.plan import BlockPlan, Corrections, Fate, Plan, Prediction, Recipe, RegionPlan
+from hyper_parallel.fates import Fate
+from hyper_parallel.planner.block_trace import Choice
+from hyper_parallel.planner.plan import BlockPlan, Corrections, Plan, Recipe, RegionPlan
 from hyper_parallel.planner.planning import predict, untouched_prediction
 from hyper_parallel.planner.profile import Profile
 from hyper_parallel.planner.solve import Solver
-from hyper_parallel.planner.tape import Choice
-from hyper_parallel.planner.timeline import Simulator
+from hyper_parallel.planner.step_simulator import StepSimulator
+from hyper_parallel.records.prediction import Prediction
 
 __all__ = ["RECOMPUTED", "RECOMPUTED_SWAPPED", "SWAPPED", "SimplePlan", "as_measured", "simple_plan"]
 
@@ -39,7 +41,7 @@ SWAPPED: Final = SimplePlan(name="everything that blocks save swapped", input_fa
 
 def simple_plan(profile: Profile, budget: int, way: SimplePlan) -> Plan:
     """Every block treated in one way. What a swap of whole blocks comes to is not simulated: measuring says it."""
-    solver = Solver(Simulator(profile, Corrections()))
+    solver = Solver(StepSimulator(profile, Corrections()))
     untouched = untouched_prediction(solver)
     recipes = tuple(
         Recipe(
@@ -60,12 +62,11 @@ def simple_plan(profile: Profile, budget: int, way: SimplePlan) -> Plan:
 
 
 def _replayed(solver: Solver, profile: Profile, way: SimplePlan) -> Prediction:
-    letter = "w" if way.input_fate is Fate.SWAP else "s"
     choices: list[Choice] = []
     for block in profile.blocks:
         cuts = profile.kinds[block.kind].cuts
         whole = next((at for at, cut in enumerate(cuts) if cut.regions[0].module == ""), 0)
-        choices.append(solver.space.plain(block.kind, whole, inputs=letter))
+        choices.append(solver.space.plain(block.kind, whole, inputs=way.input_fate))
     return predict(solver, tuple(choices), profile.engine)
 
 

@@ -4,7 +4,7 @@
 2. Seeds. Slots are ordered by the seconds of recomputation that one byte saves. For every number of slots that leave for
    far memory, the rest is filled: saves are added in that order, late blocks first, as long as the simulator says it fits.
 3. Search. From the best seeds, moves that shorten the step and still fit are taken. At the edge of the budget most gains
-   need memory, so a gain that does not fit is tried together with a move that gives memory back.
+   need memory, so a gain that does not fit is tried together with a move that savings memory back.
 
 Every judgement is the simulator's; the order of bytes and seconds only decides what is tried first. The amount of work
 is bounded, so the same question has the same answer on any machine.
@@ -19,14 +19,15 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
+from hyper_parallel.fates import Fate
+from hyper_parallel.planner.block_trace import LEFT_ALONE, Choice
 from hyper_parallel.planner.moves import Move, Slot, Solution, Space, with_fate
 from hyper_parallel.planner.profile import Block, EngineSettings
-from hyper_parallel.planner.tape import KEEP, Choice
-from hyper_parallel.planner.timeline import Simulator, Timeline
+from hyper_parallel.planner.step_simulator import SimulatedStep, StepSimulator
 
 __all__ = ["Answer", "Solver"]
 
-MOST_EVENTS: Final = 2_500_000  # of tapes, played or written; a few seconds
+MOST_EVENTS: Final = 2_500_000  # of traces, simulated or made; a few seconds
 _SWAP_COUNTS: Final = 8
 # What a person gets for simplicity's sake, as shares of the step: see Answer.
 _RECIPE_PRICE: Final = 5e-5
@@ -52,50 +53,50 @@ Key = tuple[float, float, float, float]
 class Answer:
     """A solution and what it comes to."""
 
-    __slots__ = ("score", "solution", "timeline")
+    __slots__ = ("score", "solution", "step")
 
-    def __init__(self, solution: Solution, timeline: Timeline) -> None:
+    def __init__(self, solution: Solution, step: SimulatedStep) -> None:
         self.solution = solution
-        self.timeline = timeline
-        # A plan that a person can read is worth a little time: less than anybody can measure.
-        touched = [choice for choice in solution.choices if choice.cut != KEEP.cut]
-        extra = _RECIPE_PRICE * len(set(touched)) + _TOUCH_PRICE * len(touched) + _SWAP_PRICE * timeline.swapped_values
-        self.score = timeline.step_seconds + timeline.compute_seconds * extra
+        self.step = step
+        # A plan that a person can read is worth a little time, less than can be measured.
+        touched = [choice for choice in solution.choices if choice.cut != LEFT_ALONE.cut]
+        extra = _RECIPE_PRICE * len(set(touched)) + _TOUCH_PRICE * len(touched) + _SWAP_PRICE * step.swapped_values
+        self.score = step.step_seconds + step.compute_seconds * extra
 
     def key(self, budget: int) -> Key:
         """Smaller is better: what fits before what does not; then time, peak, bytes moved."""
-        line = self.timeline
-        if line.peak_bytes <= budget:
-            return (0.0, self.score, line.peak_bytes, line.out_bytes)
-        return (1.0, line.peak_bytes, self.score, line.out_bytes)
+        step = self.step
+        if step.peak_bytes <= budget:
+            return (0.0, self.score, step.peak_bytes, step.out_bytes)
+        return (1.0, step.peak_bytes, self.score, step.out_bytes)
 
 
 class Solver:
-    """Searches the fates of one profile; what was played is remembered between budgets."""
+    """Searches the fates of one profile; what was simulated is remembered between budgets."""
 
-    def __init__(self, simulator: Simulator) -> None:
+    def __init__(self, simulator: StepSimulator) -> None:
         self.profile = simulator.profile
         self.simulator = simulator
         self.space = Space(
-            simulator.anatomies,
+            simulator.analyses,
             [block.kind for block in self.profile.blocks],
             [block.input_bytes for block in self.profile.blocks],
             self.profile.engine.min_bytes,
         )
         self.pace = _SHORT if self.space.is_short else _LONG
         self._tied = _tied(self.profile.blocks)
-        self._played: dict[Solution, Answer] = {}
+        self._simulated: dict[Solution, Answer] = {}
         self._stop_at = 0
 
-    def play(self, solution: Solution) -> Answer:
-        """A solution with its timeline, played once."""
+    def simulate(self, solution: Solution) -> Answer:
+        """A solution and the step it comes to, simulated once."""
         if self._tied is not None:
-            choices = tuple(KEEP if first is None else solution.choices[first] for first in self._tied)
+            choices = tuple(LEFT_ALONE if first is None else solution.choices[first] for first in self._tied)
             solution = Solution(choices, solution.settings)
-        answer = self._played.get(solution)
+        answer = self._simulated.get(solution)
         if answer is None:
-            answer = Answer(solution, self.simulator.play(solution.choices, solution.settings))
-            self._played[solution] = answer
+            answer = Answer(solution, self.simulator.simulate(solution.choices, solution.settings))
+            self._simulated[solution] = answer
         return answer
 
     def _is_spent(self) -> bool:
@@ -103,12 +104,12 @@ class Solver:
 
     def untouched(self) -> Answer:
         """The step left alone."""
-        return self.play(Solution((KEEP,) * len(self.profile.blocks), self.profile.engine))
+        return self.simulate(Solution((LEFT_ALONE,) * len(self.profile.blocks), self.profile.engine))
 
     def solve(self, budget: int, *, near: Iterable[Answer] = (), effort: float = 1.0) -> Answer:
         """The best answer found; it may not fit, then it is the smallest peak found."""
         alone = self.untouched()
-        if alone.timeline.peak_bytes <= budget:
+        if alone.step.peak_bytes <= budget:
             return alone
         self._stop_at = self.simulator.cost + int(MOST_EVENTS * effort)
         near = sorted(near, key=lambda answer: answer.key(budget))
@@ -128,17 +129,17 @@ class Solver:
 
     def _seeds(self, budget: int) -> list[Answer]:
         found: list[tuple[Answer, int, int]] = []
-        for cut in range(max(len(anatomy.kind.cuts) for anatomy in self.space.anatomies)):
+        for cut in range(max(len(analysis.kind.cuts) for analysis in self.space.analyses)):
             slots = self._ordered(cut)
             for count in _spread(len(slots), _SWAP_COUNTS):
                 settings = self._settings(slots[:count])[0]
-                found.append((self._fill(slots, count, cut, "w", settings, budget), cut, count))
+                found.append((self._fill(slots, count, cut, Fate.SWAP, settings, budget), cut, count))
         best = sorted(found, key=lambda row: row[0].key(budget))[:3]
         answers = [answer for answer, _, _ in found]
         for _, cut, count in best:
             slots = self._ordered(cut)
             for settings in self._settings(slots[:count]):
-                for inputs in "ws":
+                for inputs in (Fate.SWAP, Fate.SAVE):
                     answers.append(self._fill(slots, count, cut, inputs, settings, budget))
         return answers
 
@@ -152,7 +153,7 @@ class Solver:
         return sorted(slots, key=lambda slot: -slot.density)
 
     def _cut_of(self, kind: int, cut: int) -> int:
-        return min(cut, len(self.space.anatomies[kind].kind.cuts) - 1)
+        return min(cut, len(self.space.analyses[kind].kind.cuts) - 1)
 
     def _settings(self, swapped: Sequence[Slot]) -> list[EngineSettings]:
         given = self.profile.engine
@@ -166,7 +167,7 @@ class Solver:
         ]
 
     def _fill(
-        self, slots: Sequence[Slot], count: int, cut: int, inputs: str, settings: EngineSettings, budget: int
+        self, slots: Sequence[Slot], count: int, cut: int, inputs: Fate, settings: EngineSettings, budget: int
     ) -> Answer:
         """The first ``count`` slots leave everywhere; of the rest as many are saved as fit."""
         base: list[Choice] = []
@@ -174,22 +175,23 @@ class Solver:
             choice = self.space.plain(block.kind, self._cut_of(block.kind, cut), inputs=inputs)
             for slot in slots[:count]:
                 if slot.kind == block.kind:
-                    choice = with_fate(choice, slot, "w" if "w" in self.space.may_be(slot) else "s")
+                    fate = Fate.SWAP if Fate.SWAP in self.space.may_be(slot) else Fate.SAVE
+                    choice = with_fate(choice, slot, fate)
             base.append(choice)
         items = [(slot, at) for slot in slots[count:] for at in reversed(self.space.rows[slot.kind])]
 
         def with_saves(number: int) -> Answer:
             choices = list(base)
             for slot, at in items[:number]:
-                choices[at] = with_fate(choices[at], slot, "s")
-            return self.play(Solution(tuple(choices), settings))
+                choices[at] = with_fate(choices[at], slot, Fate.SAVE)
+            return self.simulate(Solution(tuple(choices), settings))
 
         best = with_saves(0)
         low, high = 0, len(items)
-        while low < high and best.timeline.peak_bytes <= budget:
+        while low < high and best.step.peak_bytes <= budget:
             middle = (low + high + 1) // 2
             answer = with_saves(middle)
-            if answer.timeline.peak_bytes <= budget:
+            if answer.step.peak_bytes <= budget:
                 low, best = middle, min(best, answer, key=lambda each: each.key(budget))
             else:
                 high = middle - 1
@@ -207,7 +209,7 @@ class Solver:
                 solution = self.space.random(dice, solution.settings)
             for _ in range(self.pace.kick):
                 solution = dice.choice(list(self.space.moves(solution, dice.choice((1, 2, 4)))))(solution)
-            answer = self._descend(self.play(solution), budget, step=2)
+            answer = self._descend(self.simulate(solution), budget, step=2)
             misses += 1
             if answer.key(budget) < best.key(budget):
                 best, misses = answer, 0
@@ -221,7 +223,7 @@ class Solver:
             for solution in self.space.two_blocks(best.solution):
                 if self._is_spent():
                     break
-                answer = self.play(solution)
+                answer = self.simulate(solution)
                 if answer.key(budget) < best.key(budget):
                     best, is_better = answer, True
         return best
@@ -249,7 +251,7 @@ class Solver:
             solution = move(answer.solution)
             if solution == answer.solution:
                 continue
-            other = self.play(solution)
+            other = self.simulate(solution)
             if other.key(budget) < answer.key(budget):
                 answer = other
             else:
@@ -260,12 +262,12 @@ class Solver:
 
     def _pair(self, answer: Answer, budget: int, tried: Sequence[tuple[Answer, Move]]) -> Answer | None:
         """Two moves that are good only together; the most promising sums first."""
-        fits = answer.timeline.peak_bytes <= budget
+        fits = answer.step.peak_bytes <= budget
         sums = self._sums_of_gains(answer, budget, tried) if fits else self._sums_of_peaks(answer, tried)
         for _, first, second in heapq.nsmallest(self.pace.pairs, sums):
             if self._is_spent():
                 return None
-            both = self.play(tried[second][1](tried[first][1](answer.solution)))
+            both = self.simulate(tried[second][1](tried[first][1](answer.solution)))
             if both.key(budget) < answer.key(budget):
                 return both
         return None
@@ -275,14 +277,14 @@ class Solver:
         answer: Answer, budget: int, tried: Sequence[tuple[Answer, Move]]
     ) -> Iterator[tuple[float, int, int]]:
         """A gain that does not fit, with something that makes room for it. Peaks hardly add up: half of it will do."""
-        now = answer.timeline.peak_bytes
-        gives = [(at, other) for at, (other, _) in enumerate(tried) if other.timeline.peak_bytes < now]
+        now = answer.step.peak_bytes
+        savings = [(at, other) for at, (other, _) in enumerate(tried) if other.step.peak_bytes < now]
         for first, (gain, _) in enumerate(tried):
-            needed = 0.5 * (gain.timeline.peak_bytes - budget)
+            needed = 0.5 * (gain.step.peak_bytes - budget)
             if gain.score < answer.score:
-                for second, give in gives:
-                    seconds = gain.score + give.score - 2 * answer.score
-                    if seconds < 0 and now - give.timeline.peak_bytes >= needed:
+                for second, saving in savings:
+                    seconds = gain.score + saving.score - 2 * answer.score
+                    if seconds < 0 and now - saving.step.peak_bytes >= needed:
                         yield seconds, first, second
 
     @staticmethod
@@ -290,7 +292,7 @@ class Solver:
         """Where two moments are the peak, each needs its own move."""
         flat = [(at, other) for at, (other, _) in enumerate(tried) if other.score != answer.score]
         for (first, one), (second, other) in itertools.combinations(flat, 2):
-            yield one.timeline.peak_bytes + other.timeline.peak_bytes, first, second
+            yield one.step.peak_bytes + other.step.peak_bytes, first, second
 
 
 def _tied(blocks: Sequence[Block]) -> list[int | None] | None:

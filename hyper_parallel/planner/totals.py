@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
-from hyper_parallel.planner.plan import BlockPlan, Fate, OpDecision, Plan, Recipe
+from hyper_parallel.fates import Fate
+from hyper_parallel.planner.plan import BlockPlan, OpDecision, Plan, Recipe
 from hyper_parallel.planner.profile import BlockKind, OpProfile, Profile
-from hyper_parallel.planner.run import Forecasted, OpTotal
+from hyper_parallel.records.run_record import OpTotal
 
-__all__ = ["forecast_of", "op_totals"]
+__all__ = ["op_totals"]
 
 _FIELDS: Final = {Fate.SAVE: "saved_bytes", Fate.SWAP: "swapped_bytes", Fate.RECOMPUTE: "recomputed_bytes"}
 
@@ -81,19 +82,3 @@ def _decisions(kind: BlockKind, recipe: Recipe) -> dict[int, OpDecision]:
             if decision is not None:
                 found[at] = decision
     return found
-
-
-def forecast_of(plan: Plan) -> Forecasted:
-    """What the plan says of a step, for a run record."""
-    predicted = plan.predicted
-    return Forecasted(
-        budget_bytes=plan.budget_bytes,
-        peak_bytes=predicted.peak_bytes,
-        peak_where=predicted.peak_where,
-        peak_parts=dict(predicted.peak_parts),
-        step_seconds=predicted.step_seconds,
-        compute_seconds=predicted.compute_seconds,
-        replay_seconds=predicted.replay_seconds,
-        exposed_seconds=predicted.exposed_seconds,
-        swapped_out_bytes=predicted.swapped_out_bytes,
-    )

@@ -1,1 +1,1 @@
-"""The print shop: records in, text, pages and traces out. It computes nothing and knows no framework."""
+"""Run records in, text, pages, figures and traces out. This package measures nothing and knows no framework."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from hyper_parallel.errors import MissingPackageError
+from hyper_parallel.records.run_record import RunRecord
 from hyper_parallel.report.figure import FONTS, render_figure
-from hyper_parallel.report.records import Run
 
 __all__ = ["write_bitmap"]
 
@@ -17,7 +17,7 @@ _SCALE: Final = 2  # 1520 dots across: 220 an inch in a column of seven inches
 _PROBE: Final = f'<svg xmlns="http://www.w3.org/2000/svg" width="20" height="20" font-family="{FONTS}">%s</svg>'
 
 
-def write_bitmap(path: str | Path, run: Run, *, timeline_of: str | None = None) -> None:
+def write_bitmap(path: str | Path, run: RunRecord, *, timeline_of: str | None = None) -> None:
     """Write the figure of :func:`~hyper_parallel.report.figure.write_figure` as a PNG of twice its size.
 
     Raises:

@@ -9,7 +9,8 @@ from typing import Final
 from xml.sax.saxutils import escape, quoteattr
 
 from hyper_parallel.config import show_bytes
-from hyper_parallel.report.records import Run, Span, Step, budget_line
+from hyper_parallel.records.run_record import RunRecord, StepRecord
+from hyper_parallel.records.work_span import WorkSpan
 
 __all__ = ["FONTS", "render_figure", "write_figure"]
 
@@ -31,12 +32,12 @@ _PAINT: Final = {
 }
 
 
-def write_figure(path: str | Path, run: Run, *, timeline_of: str | None = None) -> None:
+def write_figure(path: str | Path, run: RunRecord, *, timeline_of: str | None = None) -> None:
     """Write the figure; ``timeline_of`` names the way whose timeline is drawn, the last one by default."""
     Path(path).write_text(render_figure(run, timeline_of=timeline_of), encoding="utf-8")
 
 
-def render_figure(run: Run, *, timeline_of: str | None = None) -> str:
+def render_figure(run: RunRecord, *, timeline_of: str | None = None) -> str:
     """The figure as text."""
     known = [step.name for step in run.steps]
     if timeline_of is not None and timeline_of not in known:
@@ -59,7 +60,7 @@ def render_figure(run: Run, *, timeline_of: str | None = None) -> str:
     return "\n".join([head, f"<title>{escape(run.title)}</title>", ground, *drawn, "</svg>", ""])
 
 
-def _last_us(step: Step) -> float:
+def _last_us(step: StepRecord) -> float:
     return max([*(step.memory.times_us[-1:]), *(span.end_us for span in step.spans)], default=0.0)
 
 
@@ -71,8 +72,8 @@ def _words(x: float, y: float, text: str, *, anchor: str = "start", colour: str 
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{escape(text)}</text>'
 
 
-def _memory(run: Run, longest: float) -> Iterator[str]:
-    budget = budget_line(run)
+def _memory(run: RunRecord, longest: float) -> Iterator[str]:
+    budget = run.budget_line_bytes
     top = 1.05 * max([1, budget or 0, *(value for step in run.steps for value in step.memory.nbytes)])
     bottom = _TOP + _PLOT_HEIGHT
 
@@ -94,7 +95,7 @@ def _memory(run: Run, longest: float) -> Iterator[str]:
         yield line + _words(_WIDTH - _RIGHT, y(budget) - 4, "budget", anchor="end", colour="#b3261e")
 
 
-def _legend(run: Run) -> Iterator[str]:
+def _legend(run: RunRecord) -> Iterator[str]:
     x = float(_LEFT)
     for at, step in enumerate(run.steps):
         label = f"{step.name} {show_bytes(step.peak_bytes)}"
@@ -112,7 +113,7 @@ def _axis(longest: float, y: float) -> Iterator[str]:
         yield _words(_x(at, longest), y + 18, f"{at / 1e3:g} ms", anchor=anchor)
 
 
-def _track(track: str, spans: Sequence[Span], longest: float, y: float) -> Iterator[str]:
+def _track(track: str, spans: Sequence[WorkSpan], longest: float, y: float) -> Iterator[str]:
     yield _words(_LEFT - 6, y + 11, track, anchor="end")
     for span in spans:
         x = _x(span.start_us, longest)

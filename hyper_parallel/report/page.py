@@ -1,6 +1,6 @@
 """A run as one HTML file that needs nothing else: no network, no library, no server.
 
-Names come from a model, and a model is somebody else's file. They reach the page as escaped text, or inside a JSON block
+Names come from a model, and a model is a file from elsewhere. They reach the page as escaped text, or inside a JSON block
 whose angle brackets and ampersands are written as escapes; the script writes them with ``textContent`` only, and the page's
 own policy forbids every request.
 """
@@ -13,23 +13,25 @@ import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from hyper_parallel.config import show_bytes
-from hyper_parallel.report.records import Op, Run, Step, are_gradients_equal, budget_line
+from hyper_parallel.fates import Fate
+from hyper_parallel.records.run_record import FateTotal, OpTotal, RunRecord, StepRecord
 
 __all__ = ["render_page", "write_page"]
 
 _NEXT_TO_NOTHING = 0.01  # a share of a prediction that was about nothing says nothing
+_FATE_WORDS: Final = {Fate.SAVE: "saved", Fate.SWAP: "swapped", Fate.RECOMPUTE: "recomputed"}
 _FILLED_IN = re.compile(r"\{\{(\w+)\}\}")
 
 
-def write_page(path: str | Path, run: Run) -> None:
+def write_page(path: str | Path, run: RunRecord) -> None:
     """Write the page."""
     Path(path).write_text(render_page(run), encoding="utf-8")
 
 
-def render_page(run: Run) -> str:
+def render_page(run: RunRecord) -> str:
     """The page as text."""
     versions = run.versions
     subtitle = f"{versions.device} · {versions.framework} {versions.framework_version} · {run.created}".rstrip(" ·")
@@ -61,7 +63,7 @@ def _text(value: object) -> str:
     return html.escape(str(value), quote=True)
 
 
-def _embedded(run: Run) -> str:
+def _embedded(run: RunRecord) -> str:
     data: dict[str, Any] = {
         "steps": [
             {
@@ -80,19 +82,29 @@ def _embedded(run: Run) -> str:
                     for span in step.spans
                 ],
                 "fates": [
-                    {"fate": fate.fate.value, "reason": fate.reason, "nbytes": fate.nbytes} for fate in step.fates
+                    {"fate": _fate_word(total), "reason": _reason_word(total), "nbytes": total.nbytes}
+                    for total in step.fates
                 ],
                 "ops": [_op(op) for op in step.ops],
             }
             for step in run.steps
         ],
-        "budget_line": budget_line(run),
+        "budget_line": run.budget_line_bytes,
     }
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)  # ASCII, so no line separator can end a string
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
-def _op(op: Op) -> dict[str, Any]:
+def _fate_word(total: FateTotal) -> str:
+    """The column and colour of a fate: a value that stayed for a reason of the engine's is told from one that was saved."""
+    return "kept" if total.fate is Fate.SAVE and total.reason else _FATE_WORDS[total.fate]
+
+
+def _reason_word(total: FateTotal) -> str:
+    return "policy" if total.fate is Fate.SAVE and not total.reason else total.reason
+
+
+def _op(op: OpTotal) -> dict[str, Any]:
     names = ("op", "count", "saved_bytes", "recomputed_bytes", "swapped_bytes", "kept_bytes", "reason")
     return {name: getattr(op, name) for name in names}
 
@@ -115,7 +127,7 @@ def _seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def _comparison(run: Run) -> str:
+def _comparison(run: RunRecord) -> str:
     first = run.steps[0]
     rows = []
     for step in run.steps:
@@ -140,8 +152,8 @@ def _comparison(run: Run) -> str:
     return _table(heads, rows)
 
 
-def _gradients(run: Run, step: Step) -> str:
-    are_equal = are_gradients_equal(run, step)
+def _gradients(run: RunRecord, step: StepRecord) -> str:
+    are_equal = run.are_gradients_equal(step)
     if are_equal is None:
         return "not compared"
     if step is run.steps[0]:
@@ -149,7 +161,7 @@ def _gradients(run: Run, step: Step) -> str:
     return '<span class="good">bitwise equal</span>' if are_equal else '<span class="bad">DIFFERENT</span>'
 
 
-def _peaks(run: Run) -> str:
+def _peaks(run: RunRecord) -> str:
     lines = [
         f"<strong>{_text(step.name)}</strong>: {show_bytes(step.peak_bytes)}, at the {_text(step.peak_where)}"
         for step in run.steps
@@ -158,16 +170,21 @@ def _peaks(run: Run) -> str:
     return f'<p class="small">{"<br>".join(lines)}</p>' if lines else ""
 
 
-def _fates(run: Run) -> str:
+def _fates(run: RunRecord) -> str:
     rows = [
-        [_text(step.name), _text(fate.fate.value), _text(fate.reason.replace("_", " ")), show_bytes(fate.nbytes)]
+        [
+            _text(step.name),
+            _text(_fate_word(total)),
+            _text(_reason_word(total).replace("_", " ")),
+            show_bytes(total.nbytes),
+        ]
         for step in run.steps
-        for fate in step.fates
+        for total in step.fates
     ]
     return _table(("way", "fate", "because", "bytes per step"), rows, words=(1, 2)) if rows else ""
 
 
-def _ops(run: Run) -> str:
+def _ops(run: RunRecord) -> str:
     tables = []
     for step in run.steps:
         if step.ops:
@@ -187,17 +204,17 @@ def _ops(run: Run) -> str:
     return "".join(tables)
 
 
-def _predicted(run: Run) -> str:
+def _predicted(run: RunRecord) -> str:
     rows: list[list[str]] = []
     for step in run.steps:
-        said = step.forecast
-        if said is None:
+        prediction = step.predicted
+        if prediction is None:
             continue
         compared: tuple[tuple[str, Callable[[Any], str], float, float], ...] = (
-            ("peak", show_bytes, said.peak_bytes, step.model_peak_bytes),
-            ("step", _seconds, said.step_seconds, step.step_seconds),
-            ("moved out", show_bytes, said.swapped_out_bytes, step.out_bytes),
-            ("waited for copies", _seconds, said.exposed_seconds, step.exposed_seconds),
+            ("peak", show_bytes, prediction.peak_bytes, step.model_peak_bytes),
+            ("step", _seconds, prediction.step_seconds, step.step_seconds),
+            ("moved out", show_bytes, prediction.swapped_out_bytes, step.out_bytes),
+            ("waited for copies", _seconds, prediction.exposed_seconds, step.exposed_seconds),
         )
         for what, shown, predicted, measured in compared:
             rows.append([_text(step.name), what, shown(predicted), shown(measured), _off(predicted, measured)])
@@ -213,7 +230,7 @@ def _off(predicted: float, measured: float) -> str:
     return f"{measured / predicted - 1:+.1%}" if predicted > _NEXT_TO_NOTHING * measured else "–"
 
 
-def _configuration(run: Run) -> str:
+def _configuration(run: RunRecord) -> str:
     versions = run.versions
     pairs = {
         "device": versions.device,
@@ -227,7 +244,7 @@ def _configuration(run: Run) -> str:
     return _table((), [[_text(name), _text(value)] for name, value in pairs.items()], kind="pairs")
 
 
-def _notes(run: Run) -> str:
+def _notes(run: RunRecord) -> str:
     lines = list(dict.fromkeys([*run.notes, *(note for step in run.steps for note in step.notes)]))
     items = "".join(f"<li>{_text(line)}</li>" for line in lines)
     return f"<section><h2>Notes</h2><ul>{items}</ul></section>" if items else ""

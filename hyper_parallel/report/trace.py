@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from hyper_parallel.report.records import Run
+from hyper_parallel.records.run_record import RunRecord
 
 __all__ = ["TraceSpan", "chrome_trace", "run_trace", "write_chrome_trace", "write_run_trace"]
 
@@ -70,7 +70,7 @@ def write_chrome_trace(path: str | Path, spans: Iterable[TraceSpan], *, title: s
     Path(path).write_text(json.dumps(chrome_trace(spans, title=title)))
 
 
-def run_trace(run: Run) -> dict[str, Any]:
+def run_trace(run: RunRecord) -> dict[str, Any]:
     """Every way of a run as a process of its own, with its memory as a counter."""
     events: list[dict[str, Any]] = []
     for number, step in enumerate(run.steps):
@@ -82,6 +82,6 @@ def run_trace(run: Run) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"title": run.title}}
 
 
-def write_run_trace(path: str | Path, run: Run) -> None:
+def write_run_trace(path: str | Path, run: RunRecord) -> None:
     """Write it; open the file in ui.perfetto.dev or chrome://tracing."""
     Path(path).write_text(json.dumps(run_trace(run)))

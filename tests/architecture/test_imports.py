@@ -18,13 +18,25 @@ MAY_IMPORT = {
     "fates": set(),
     "config": {"errors"},
     "_version": set(),
+    "records": {"fates", "errors", "records"},
     "core": {"fates", "errors", "config", "core", "platform.platform", "platform.eager"},
     "simulation": {"fates", "errors", "config", "core", "simulation"},
     "testing": {"fates", "errors", "config", "core", "simulation", "testing"},
     "platform": {"fates", "_version", "errors", "config", "core", "platform", "backends"},
-    "backends": {"fates", "_version", "errors", "config", "core", "simulation", "planner", "platform", "backends"},
-    "planner": {"fates", "errors", "config", "planner", "platform.platform"},
-    "report": {"fates", "errors", "config", "report"},
+    "backends": {
+        "fates",
+        "_version",
+        "errors",
+        "config",
+        "core",
+        "simulation",
+        "records",
+        "planner",
+        "platform",
+        "backends",
+    },
+    "planner": {"fates", "errors", "config", "records", "planner", "platform.platform"},
+    "report": {"fates", "errors", "config", "records", "report"},
     "cli": {
         "fates",
         "errors",
@@ -34,6 +46,7 @@ MAY_IMPORT = {
         "testing",
         "platform",
         "backends",
+        "records",
         "planner",
         "report",
         "cli",
@@ -56,25 +69,25 @@ def imported_modules(path: Path) -> list[str]:
     return found
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return parts[0]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_room_imports_only_what_it_may(path: Path) -> None:
-    room = room_of(path)
+def test_a_package_imports_only_what_it_may(path: Path) -> None:
+    package = package_of(path)
     for module in imported_modules(path):
         top = module.split(".")[0]
         if top in FRAMEWORKS:
-            assert room in ("platform", "backends"), f"{path} imports {module}; only platform/ and backends/ may"
+            assert package in ("platform", "backends"), f"{path} imports {module}; only platform/ and backends/ may"
             framework = path.relative_to(ROOT).parts[1]
-            assert framework == top, f"{path} imports {module} outside {room}/{top}/"
+            assert framework == top, f"{path} imports {module} outside {package}/{top}/"
         if top == "hyper_parallel" and module != "hyper_parallel":
             target = module.removeprefix("hyper_parallel.")
-            allowed = MAY_IMPORT[room]
+            allowed = MAY_IMPORT[package]
             assert any(target == name or target.startswith(name + ".") for name in allowed), (
-                f"{path} ({room}) imports {module}; it may import {sorted(allowed)}"
+                f"{path} ({package}) imports {module}; it may import {sorted(allowed)}"
             )
 
 
@@ -97,7 +110,7 @@ def test_importing_the_package_imports_no_framework() -> None:
     assert run_fresh(code).strip() == "[]"
 
 
-def test_every_name_of_the_door_resolves() -> None:
+def test_every_public_name_resolves() -> None:
     names = hyper_parallel.__all__
     assert sorted(names) == sorted(set(names))
     assert set(names) <= set(dir(hyper_parallel))

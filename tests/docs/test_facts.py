@@ -12,7 +12,7 @@ from hyper_parallel.config import KNOWN_TIERS
 from hyper_parallel.core.activation_checkpoint import engine
 from hyper_parallel.core.activation_checkpoint.statistics import KeepReason
 from hyper_parallel.integrations.treatment import WORDS
-from hyper_parallel.planner.rules import ALIASES, PRESETS, RuleFate
+from hyper_parallel.planner.rules import ALIASES, FATES, PRESETS
 
 from .blocks import PAGES, ROOT
 
@@ -32,7 +32,7 @@ def test_every_reason_for_keeping_is_explained() -> None:
 @pytest.mark.parametrize(
     ("page", "names"),
     [
-        ("docs/policies.md", [*PRESETS, *ALIASES, *(fate.value for fate in RuleFate), *(p.name for p in CheckpointPolicy)]),
+        ("docs/policies.md", [*PRESETS, *ALIASES, *FATES, *(p.name for p in CheckpointPolicy)]),
         ("docs/trainers.md", [*WORDS, "budget"]),
         ("docs/tiers.md", [*KNOWN_TIERS, "host_limit", "disk_limit", "disk_path", "verify"]),
         ("docs/concepts.md", ["tail_bytes", "window_bytes", "prefetch_bytes", "device_bytes"]),

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hyper_parallel.core.activation_checkpoint.far.arena import Arena, Span
+from hyper_parallel.core.activation_checkpoint.far.arena import Arena, SlabRange
 
 GRANULE = 8
 
@@ -20,11 +20,11 @@ class ArenaAgainstBytes(RuleBasedStateMachine):
         self.arena = Arena(GRANULE)
         self.owner: dict[tuple[int, int], int | None] = {}  # (slab, granule) -> lease, or None when free
         self.slab_granules: dict[int, int] = {}
-        self.leases: dict[int, tuple[Span, ...]] = {}
+        self.leases: dict[int, tuple[SlabRange, ...]] = {}
         self.next_lease = 0
         self.add(granules)
 
-    def granules(self, span: Span) -> list[tuple[int, int]]:
+    def granules(self, span: SlabRange) -> list[tuple[int, int]]:
         assert span.start % GRANULE == 0
         assert span.nbytes % GRANULE == 0
         assert span.nbytes > 0
@@ -135,8 +135,8 @@ TestArenaAgainstBytes.settings = settings(max_examples=60, stateful_step_count=4
 def test_best_fit_keeps_the_large_span() -> None:
     arena = Arena(1)
     large, small = arena.add_slab(100), arena.add_slab(10)
-    assert arena.take(10) == (Span(small, 0, 10),)
-    assert arena.take(100) == (Span(large, 0, 100),)
+    assert arena.take(10) == (SlabRange(small, 0, 10),)
+    assert arena.take(100) == (SlabRange(large, 0, 100),)
 
 
 def test_freed_neighbours_become_one_span() -> None:
@@ -146,7 +146,7 @@ def test_freed_neighbours_become_one_span() -> None:
     for part in (parts[0], parts[2], parts[1]):
         assert part is not None
         arena.give(part)
-    assert arena.take(30) == (Span(slab, 0, 30),)
+    assert arena.take(30) == (SlabRange(slab, 0, 30),)
 
 
 def test_scattered_room_is_used_before_growth() -> None:
@@ -156,7 +156,7 @@ def test_scattered_room_is_used_before_growth() -> None:
     arena.give(parts[0])
     arena.give(parts[2])
     assert arena.take(21) is None
-    assert set(arena.take(20)) == {Span(slab, 0, 10), Span(slab, 20, 10)}
+    assert set(arena.take(20)) == {SlabRange(slab, 0, 10), SlabRange(slab, 20, 10)}
 
 
 @pytest.mark.parametrize("wrong", [0, -8, 12])

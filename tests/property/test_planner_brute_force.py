@@ -11,24 +11,25 @@ import random
 
 import pytest
 
+from hyper_parallel.fates import Fate
+from hyper_parallel.planner.block_trace import LEFT_ALONE, Choice
 from hyper_parallel.planner.profile import (
     BaseBytes,
     Block,
     BlockKind,
     Cut,
+    CutRegion,
     EngineSettings,
     FarCaps,
     Link,
     Measured,
     OpProfile,
     Profile,
-    RegionSpan,
     Segment,
-    Versions,
 )
 from hyper_parallel.planner.solve import Solver
-from hyper_parallel.planner.tape import KEEP, Choice
-from hyper_parallel.planner.timeline import Simulator
+from hyper_parallel.planner.step_simulator import StepSimulator
+from hyper_parallel.records.versions import Versions
 
 TOLERANCE = 1.02
 SLICE, ALL = 40, 1000
@@ -52,12 +53,12 @@ def random_op(dice: random.Random, at: int, *, is_last: bool) -> OpProfile:
 
 def random_kind(dice: random.Random, ops: int, *, is_cut: bool) -> BlockKind:
     rows = tuple(random_op(dice, at, is_last=at == ops - 1) for at in range(ops))
-    whole = Cut(regions=(RegionSpan(module="", first_op=0, stop_op=ops),))
+    whole = Cut(regions=(CutRegion(module="", first_op=0, stop_op=ops),))
     at = dice.randint(1, ops - 1)
     halves = Cut(
         regions=(
-            RegionSpan(module="a", first_op=0, stop_op=at),
-            RegionSpan(module="b", first_op=at, stop_op=ops, inputs=(at - 1,)),
+            CutRegion(module="a", first_op=0, stop_op=at),
+            CutRegion(module="b", first_op=at, stop_op=ops, inputs=(at - 1,)),
         )
     )
     return BlockKind(
@@ -106,12 +107,12 @@ def random_profile(seed: int) -> Profile:
 
 def choices_of(kind: BlockKind, solver: Solver, number: int) -> list[Choice]:
     """Everything that can become of one block."""
-    found = [KEEP]
+    found = [LEFT_ALONE]
     for cut, regions in enumerate(kind.cuts):
         slots = {slot.at for slot in solver.space.slots[number, cut] if not slot.is_input}
-        letters = ["rsw" if at in slots else "r" for at in range(len(kind.ops))]
-        for inputs in itertools.product("sw", repeat=len(regions.regions)):
-            found += [Choice(cut, "".join(inputs), "".join(fates)) for fates in itertools.product(*letters)]
+        may_be = [tuple(Fate) if at in slots else (Fate.RECOMPUTE,) for at in range(len(kind.ops))]
+        for inputs in itertools.product((Fate.SAVE, Fate.SWAP), repeat=len(regions.regions)):
+            found += [Choice(cut, inputs, fates) for fates in itertools.product(*may_be)]
     return found
 
 
@@ -119,22 +120,22 @@ def tried(solver: Solver) -> list[tuple[int, float]]:
     """Peak and time of every solution."""
     profile = solver.profile
     options = [choices_of(profile.kinds[block.kind], solver, block.kind) for block in profile.blocks]
-    lines = (solver.simulator.play(choices, profile.engine) for choices in itertools.product(*options))
+    lines = (solver.simulator.simulate(choices, profile.engine) for choices in itertools.product(*options))
     return [(line.peak_bytes, line.step_seconds) for line in lines]
 
 
 def gaps(seed: int) -> list[float]:
     """Found over best time, at budgets from barely possible to nearly everything."""
-    solver = Solver(Simulator(random_profile(seed)))
+    solver = Solver(StepSimulator(random_profile(seed)))
     everything = tried(solver)
-    least, most = min(peak for peak, _ in everything), solver.untouched().timeline.peak_bytes
+    least, most = min(peak for peak, _ in everything), solver.untouched().step.peak_bytes
     found = []
     for share in (0.0, 0.15, 0.4, 0.8):
         budget = int(least + share * (most - least))
         best = min(seconds for peak, seconds in everything if peak <= budget)
-        answer = Solver(Simulator(solver.profile)).solve(budget)
-        fits = answer.timeline.peak_bytes <= budget
-        found.append(answer.timeline.step_seconds / best if fits else float("inf"))
+        answer = Solver(StepSimulator(solver.profile)).solve(budget)
+        fits = answer.step.peak_bytes <= budget
+        found.append(answer.step.step_seconds / best if fits else float("inf"))
     return found
 
 

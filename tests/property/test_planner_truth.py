@@ -17,13 +17,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import hyper_parallel as hp  # noqa: E402
+from hyper_parallel.fates import Fate  # noqa: E402
 from hyper_parallel.planner.backend import planner_backend  # noqa: E402
+from hyper_parallel.planner.block_trace import LEFT_ALONE, Choice  # noqa: E402
 from hyper_parallel.planner.moves import Solution, Space, with_fate  # noqa: E402
 from hyper_parallel.planner.planning import written_plan  # noqa: E402
 from hyper_parallel.planner.profile import EngineSettings, Profile  # noqa: E402
 from hyper_parallel.planner.solve import Solver  # noqa: E402
-from hyper_parallel.planner.tape import KEEP, Choice  # noqa: E402
-from hyper_parallel.planner.timeline import Simulator  # noqa: E402
+from hyper_parallel.planner.step_simulator import StepSimulator  # noqa: E402
 from hyper_parallel.testing import simulated_accelerator  # noqa: E402
 
 LAYERS, TOKENS, WIDTH, HIDDEN, HEADS = 5, 96, 32, 80, 4
@@ -99,10 +100,13 @@ def bench() -> Iterator[Bench]:
 
 def random_choice(dice: random.Random, space: Space) -> Choice:
     if dice.random() < 0.15:
-        return KEEP
-    cut = dice.randrange(len(space.anatomies[0].kind.cuts))
-    choice = space.plain(0, cut, inputs=dice.choice("sw"))
-    leaning = dice.choice(("rrrsw", "rsw", "rwww", "sss"))
+        return LEFT_ALONE
+    cut = dice.randrange(len(space.analyses[0].kind.cuts))
+    choice = space.plain(0, cut, inputs=dice.choice((Fate.SAVE, Fate.SWAP)))
+    recompute, save, swap = Fate.RECOMPUTE, Fate.SAVE, Fate.SWAP
+    leaning = dice.choice(
+        ((recompute,) * 3 + (save, swap), (recompute, save, swap), (recompute, swap, swap, swap), (save,) * 3)
+    )
     for slot in space.slots[0, cut]:
         allowed = space.may_be(slot)
         choice = with_fate(choice, slot, dice.choice([fate for fate in leaning if fate in allowed] or list(allowed)))
@@ -110,8 +114,8 @@ def random_choice(dice: random.Random, space: Space) -> Choice:
 
 
 def check(bench: Bench, choices: tuple[Choice, ...], settings: EngineSettings, slack: int) -> None:
-    solver = Solver(Simulator(bench.profile))
-    plan = written_plan(solver, solver.play(Solution(choices, settings)), 10**9)
+    solver = Solver(StepSimulator(bench.profile))
+    plan = written_plan(solver, solver.simulate(Solution(choices, settings)), 10**9)
     with hp.apply_plan(bench.model, plan):
         bench.step()
         before = hp.stats()
@@ -128,7 +132,7 @@ def check(bench: Bench, choices: tuple[Choice, ...], settings: EngineSettings, s
 @pytest.mark.parametrize("seed", range(8))
 def test_peak_and_bytes_moved_without_borders(bench: Bench, seed: int) -> None:
     dice = random.Random(seed)
-    space = Solver(Simulator(bench.profile)).space
+    space = Solver(StepSimulator(bench.profile)).space
     choices = tuple(random_choice(dice, space) for _ in bench.profile.blocks)
     check(
         bench,
@@ -141,7 +145,7 @@ def test_peak_and_bytes_moved_without_borders(bench: Bench, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_peak_and_bytes_moved_with_window_tail_and_prefetch(bench: Bench, seed: int) -> None:
     dice = random.Random(seed)
-    space = Solver(Simulator(bench.profile)).space
+    space = Solver(StepSimulator(bench.profile)).space
     choices = tuple(random_choice(dice, space) for _ in bench.profile.blocks)
     unit = TOKENS * WIDTH * 4
     settings = dataclasses.replace(

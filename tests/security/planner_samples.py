@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from hyper_parallel.planner.plan import (
-    BlockPlan,
-    Fate,
-    OpDecision,
-    Plan,
-    Prediction,
-    Recipe,
-    RegionPlan,
-    WhatIf,
-)
+from hyper_parallel.fates import Fate
+from hyper_parallel.planner.plan import BlockPlan, OpDecision, Plan, Recipe, RegionPlan, WhatIf
 from hyper_parallel.planner.profile import (
     BaseBytes,
     Block,
     BlockKind,
     Cut,
+    CutRegion,
     EngineSettings,
     FarCaps,
     Link,
     Measured,
     OpProfile,
     Profile,
-    RegionSpan,
     Segment,
-    Versions,
 )
+from hyper_parallel.records.prediction import Prediction
+from hyper_parallel.records.versions import Versions
 
 
 def small_profile() -> Profile:
@@ -38,7 +31,7 @@ def small_profile() -> Profile:
     kind = BlockKind(
         name="Layer",
         ops=(matmul, gelu),
-        cuts=(Cut(regions=(RegionSpan(module="", first_op=0, stop_op=2),)),),
+        cuts=(Cut(regions=(CutRegion(module="", first_op=0, stop_op=2),)),),
         backward_seconds=2e-3,
         gradient_bytes=128,
     )

@@ -19,8 +19,14 @@ from torch import nn
 
 from hyper_parallel.backends.torch.machine import disk_speed
 from hyper_parallel.backends.torch.planner.profiling import profile_memory
-from hyper_parallel.backends.torch.recording import WAYS, Recorder, add_gradients, find_recorded_blocks, in_one_way
-from hyper_parallel.backends.torch.recording.host import resident_bytes
+from hyper_parallel.backends.torch.step_observation import (
+    WAYS,
+    StepObserver,
+    add_gradients,
+    find_observed_blocks,
+    in_one_way,
+)
+from hyper_parallel.backends.torch.step_observation.host_memory import resident_bytes
 from hyper_parallel.config import configure, current_config
 from hyper_parallel.errors import BudgetTooSmallError
 from hyper_parallel.planner.budget import parse_budget, show_setting
@@ -28,8 +34,8 @@ from hyper_parallel.planner.fit import fit_memory
 from hyper_parallel.planner.plan import Plan
 from hyper_parallel.planner.planning import plan_memory
 from hyper_parallel.planner.profile import Link, Profile
-from hyper_parallel.planner.run import PROCESS_PART, StepRecord
-from hyper_parallel.planner.totals import forecast_of, op_totals
+from hyper_parallel.planner.totals import op_totals
+from hyper_parallel.records.run_record import PROCESS_PART, StepRecord
 from hyper_parallel.simulation.accelerator import simulated_accelerator
 
 __all__ = ["DEMO_WAYS", "SIZES", "DemoSize", "LanguageModel", "fitting_size", "has_accelerator", "plan_demo", "train"]
@@ -132,7 +138,7 @@ def _built(size: DemoSize) -> tuple[LanguageModel, Callable[[], float]]:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
     def step() -> float:
-        # Gradients stay in memory between steps, as in a run that accumulates: planner and recorder count them so.
+        # Gradients stay in memory between steps, as in a run that accumulates: planner and observer count them so.
         model.zero_grad(set_to_none=False)
         loss = model(ids)
         loss.backward()
@@ -207,7 +213,7 @@ class _Ledger:
 
     @property
     def gradients(self) -> str:
-        """All of them in one word."""
+        """The fingerprint of all of them."""
         return self._fingerprint.hexdigest()
 
 
@@ -216,7 +222,7 @@ def train(way: str, size: DemoSize, *, disk_path: str, steps: int, planned: Demo
     _configure(size, disk_path)
     process = {} if has_accelerator() else {PROCESS_PART: resident_bytes()}
     model, step = _built(size)
-    blocks = find_recorded_blocks(model)
+    blocks = find_observed_blocks(model)
     plan = None if planned is None else planned.plan
     if planned is not None and has_accelerator():
         fitted = fit_memory(
@@ -226,13 +232,13 @@ def train(way: str, size: DemoSize, *, disk_path: str, steps: int, planned: Demo
         fitted.remove()
     ledger = _Ledger(model)
     with in_one_way(model, blocks, way, plan):
-        recorder = Recorder(model, step, blocks, base=process)
-        record = recorder.record(way, what=WAYS[way].what, warmup=1, steps=steps, after=ledger)
+        observer = StepObserver(model, step, blocks, base=process)
+        record = observer.observe(way, what=WAYS[way].what, warmup=1, steps=steps, after=ledger)
     record = dataclasses.replace(record, losses=tuple(ledger.losses), gradients=ledger.gradients)
     if planned is None or plan is None:
         return record
     return dataclasses.replace(
-        record, ops=op_totals(planned.profile, plan), forecast=forecast_of(plan), notes=(*record.notes, *plan.notes)
+        record, ops=op_totals(planned.profile, plan), predicted=plan.predicted, notes=(*record.notes, *plan.notes)
     )
 
 

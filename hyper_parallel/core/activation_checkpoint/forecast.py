@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Iterator
 
 from hyper_parallel.core.activation_checkpoint.record import Position, Record
 
-__all__ = ["Forecast", "Reach", "order_of_want"]
+__all__ = ["Forecast", "Reach", "prefetch_order"]
 
 Reach = Callable[[int, int], bool]  # (first sequence, last sequence) -> whether backward will run a node in between
 
 
-def order_of_want(records: Iterable[Record], reach: Reach) -> list[Record]:
+def prefetch_order(records: Iterable[Record], reach: Reach) -> list[Record]:
     """The reachable ones, first wanted first."""
     wanted = [record for record in records if reach(record.position.first_sequence, record.position.sequence)]
     return sorted(wanted, key=lambda record: (-record.position.sequence, record.index))
@@ -29,7 +29,7 @@ class Forecast:
     """The order for one backward, and how far ahead of it the loads are."""
 
     def __init__(self, records: Iterable[Record], reach: Reach) -> None:
-        self._queue: deque[weakref.ref[Record]] = deque(map(weakref.ref, order_of_want(records, reach)))
+        self._queue: deque[weakref.ref[Record]] = deque(map(weakref.ref, prefetch_order(records, reach)))
         self._ahead: list[weakref.ref[Record]] = []
         self.touched: weakref.WeakSet[Record] = weakref.WeakSet()
         self.seen_groups: set[object] = set()

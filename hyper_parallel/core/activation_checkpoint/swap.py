@@ -34,7 +34,7 @@ from hyper_parallel.core.activation_checkpoint.record import Position, Record
 from hyper_parallel.core.activation_checkpoint.residency import Residency
 from hyper_parallel.core.activation_checkpoint.statistics import Counters, SwapStats
 from hyper_parallel.core.activation_checkpoint.summary import FirstStep
-from hyper_parallel.core.activation_checkpoint.timing import Span
+from hyper_parallel.core.activation_checkpoint.timing import LinkSpan
 from hyper_parallel.errors import InPlaceChangeError, SwapStateError, SwapStateWarning
 
 __all__ = [
@@ -508,9 +508,9 @@ class SwapManager:
         return self.counters.snapshot(tiers=tiers, live_records=sum(len(engine.live_records()) for engine in engines))
 
     @contextlib.contextmanager
-    def record_timeline(self) -> Iterator[list[Span]]:
+    def record_timeline(self) -> Iterator[list[LinkSpan]]:
         """Fill the yielded list, when the block ends, with every copy and stall inside it. Waits for the device then."""
-        spans: list[Span] = []
+        spans: list[LinkSpan] = []
         engines = self._engines.values()
         for engine in engines:
             engine.clock.start_recording()

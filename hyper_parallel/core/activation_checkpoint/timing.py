@@ -14,7 +14,7 @@ from typing import Final
 from hyper_parallel.core.activation_checkpoint.adapter import Completion, DeviceBackend, Event, StreamCompletion
 from hyper_parallel.core.activation_checkpoint.statistics import Counters
 
-__all__ = ["LinkClock", "Span"]
+__all__ = ["LinkClock", "LinkSpan"]
 
 _FIRST_HORIZON_US: Final = 8_000.0
 _LONGEST_HORIZON_US: Final = 40_000.0
@@ -25,7 +25,7 @@ _FIRST_PREFETCH_BYTES: Final = 256 * 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Span:
+class LinkSpan:
     """Something that took time on the device, seen from the start of the trace."""
 
     track: str  # "copy out", "copy back", "stall"
@@ -93,12 +93,12 @@ class LinkClock:
         """Keep every copy and stall from now on."""
         self._recording = _Recording(self._backend.record_event(self._backend.current_stream(), timing=True))
 
-    def stop_recording(self) -> list[Span]:
+    def stop_recording(self) -> list[LinkSpan]:
         """What happened since, in device time. Waits for it to be over."""
         recording, self._recording = self._recording, None
         if recording is None:
             return []
-        spans: list[Span] = []
+        spans: list[LinkSpan] = []
         for start, end, nbytes, is_out in recording.copies:
             self._backend.synchronize_event(end)
             track = "copy out" if is_out else "copy back"
@@ -107,14 +107,14 @@ class LinkClock:
                 start_us = end_us - self._expected_us(nbytes, is_out=is_out)
             else:
                 start_us = self._backend.elapsed_us(recording.base, start)
-            spans.append(Span(track=track, start_us=start_us, end_us=end_us, nbytes=nbytes))
+            spans.append(LinkSpan(track=track, start_us=start_us, end_us=end_us, nbytes=nbytes))
         for arrival, end in recording.stalls:
             self._backend.synchronize_event(arrival)
             self._backend.synchronize_event(end)
             if self._backend.elapsed_us(arrival, end) > 0:
                 start_us = self._backend.elapsed_us(recording.base, arrival)
                 end_us = self._backend.elapsed_us(recording.base, end)
-                spans.append(Span(track="stall", start_us=start_us, end_us=end_us, nbytes=0))
+                spans.append(LinkSpan(track="stall", start_us=start_us, end_us=end_us, nbytes=0))
         return sorted(spans, key=lambda span: span.start_us)
 
     def settle(self) -> None:

@@ -15,8 +15,10 @@ import hyper_parallel as hp
 from hyper_parallel.backends.torch import CheckpointWrapper
 from hyper_parallel.backends.torch.planner.blocks import fingerprint_of
 from hyper_parallel.errors import PlanError
-from hyper_parallel.planner.plan import BlockPlan, Fate, OpDecision, Plan, Prediction, Recipe, RegionPlan
+from hyper_parallel.fates import Fate
+from hyper_parallel.planner.plan import BlockPlan, OpDecision, Plan, Recipe, RegionPlan
 from hyper_parallel.planner.profile import EngineSettings
+from hyper_parallel.records.prediction import Prediction
 from hyper_parallel.testing import simulated_accelerator
 
 from .models import BATCH, LENGTH, WIDTH, Transformer, assert_same, gradients, transformer, tree_of

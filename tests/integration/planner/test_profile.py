@@ -11,9 +11,9 @@ from torch import nn
 
 import hyper_parallel as hp
 from hyper_parallel.errors import BudgetTooSmallError, PlanError
+from hyper_parallel.planner.block_trace import LEFT_ALONE
 from hyper_parallel.planner.profile import Profile
-from hyper_parallel.planner.tape import KEEP
-from hyper_parallel.planner.timeline import Simulator
+from hyper_parallel.planner.step_simulator import StepSimulator
 from hyper_parallel.testing import simulated_accelerator
 
 from .models import BATCH, FAMILIES, HEADS, LENGTH, VOCABULARY, WIDTH, Layer, transformer, tree_of
@@ -86,7 +86,7 @@ def test_the_step_left_alone_is_predicted_to_the_percent(family: str) -> None:
     model, step = FAMILIES[family]()
     with simulated_accelerator():
         profile = hp.profile_memory(model, step, steps=1)
-    alone = Simulator(profile).play([KEEP] * len(profile.blocks), profile.engine)
+    alone = StepSimulator(profile).simulate([LEFT_ALONE] * len(profile.blocks), profile.engine)
     assert profile.measured.under == "none"
     assert alone.peak_bytes == pytest.approx(profile.measured.peak_bytes, rel=0.05)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hyper_parallel.planner.plan import Plan
-from hyper_parallel.planner.run import RunRecord
+from hyper_parallel.records.run_record import RunRecord
 
 MODEL = """
 import torch
@@ -101,7 +101,7 @@ def test_from_a_model_to_a_plan_to_a_report(folder: Path) -> None:
     record = RunRecord.load(folder / "run.json")
     assert len(record.steps[0].gradients) == 64
     assert {step.gradients for step in record.steps} == {record.steps[0].gradients}
-    assert record.steps[-1].forecast is not None
+    assert record.steps[-1].predicted is not None
     assert record.steps[-1].ops
     out, _ = run(folder, "report", "run.json", "--svg", "figure.svg", "--trace", "trace.json")
     assert "report.html" in out

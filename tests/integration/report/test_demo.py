@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hyper_parallel.planner.run import RunRecord, StepRecord
+from hyper_parallel.records.run_record import RunRecord, StepRecord
 
 COMMAND = [sys.executable, "-m", "hyper_parallel.cli", "demo"]
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
@@ -38,7 +38,7 @@ def test_four_ways_one_table_one_report(tmp_path: Path) -> None:
     found = {path.name for path in folder.iterdir()}
     assert found == {"run.json", "plan.json", "profile.json", "report.html", "figure.svg", "trace.json"}
     record = RunRecord.load(folder / "run.json")
-    assert record.steps[-1].forecast is not None
+    assert record.steps[-1].predicted is not None
     assert {path.name for path in tmp_path.iterdir()} == {"hyper-parallel-demo"}, "a swap file was left behind"
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from hyper_parallel.fates import Fate
+from hyper_parallel.planner.block_trace import Choice
 from hyper_parallel.planner.profile import (
     BaseBytes,
     Block,
@@ -20,13 +22,21 @@ from hyper_parallel.planner.profile import (
     Measured,
     OpProfile,
     Profile,
-    Versions,
 )
+from hyper_parallel.records.versions import Versions
 
 F = OpProfile(name="f", seconds=1.0, output_bytes=10, kept_bytes=10, inputs=(-1,), kept_by=(1,), backward_bytes=5)
 G = OpProfile(name="g", seconds=1.0, output_bytes=4, inputs=(0,), backward_bytes=5)
 KIND = BlockKind(name="Block", ops=(F, G), backward_seconds=4.0, input_kept_by=(0,))
 SETTINGS = EngineSettings(window_bytes=10, tail_bytes=0, prefetch_bytes=10, min_bytes=1, is_tunable=False)
+
+
+_FATES = {"r": Fate.RECOMPUTE, "s": Fate.SAVE, "w": Fate.SWAP}
+
+
+def short_choice(cut: int, inputs: str, fates: str) -> Choice:
+    """A choice by letters, one for each region's input and one for each op: r recompute, s save, w swap."""
+    return Choice(cut, tuple(map(_FATES.__getitem__, inputs)), tuple(map(_FATES.__getitem__, fates)))
 
 
 def small_profile(*, blocks: int = 2, kind: BlockKind = KIND, **changes: Any) -> Profile:

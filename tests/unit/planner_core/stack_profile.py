@@ -13,16 +13,16 @@ from hyper_parallel.planner.profile import (
     Block,
     BlockKind,
     Cut,
+    CutRegion,
     EngineSettings,
     FarCaps,
     Link,
     Measured,
     OpProfile,
     Profile,
-    RegionSpan,
     Segment,
-    Versions,
 )
+from hyper_parallel.records.versions import Versions
 
 MIB, GIB = 2**20, 2**30
 WIDTH, HIDDEN = 4096, 11008
@@ -72,13 +72,13 @@ def stack_kind(
         op("add", "mlp", light * narrow, narrow, (4, 10), (), occurrence=1, backward_bytes=2 * narrow),
     )
     halves = (
-        RegionSpan(module="attention", first_op=0, stop_op=5),
-        RegionSpan(module="mlp", first_op=5, stop_op=12, inputs=(4,)),
+        CutRegion(module="attention", first_op=0, stop_op=5),
+        CutRegion(module="mlp", first_op=5, stop_op=12, inputs=(4,)),
     )
     return BlockKind(
         name="DecoderLayer",
         ops=ops,
-        cuts=(Cut(regions=(RegionSpan(module="", first_op=0, stop_op=12),)), Cut(regions=halves)),
+        cuts=(Cut(regions=(CutRegion(module="", first_op=0, stop_op=12),)), Cut(regions=halves)),
         backward_seconds=0.0,
         input_kept_by=(0,),
     )

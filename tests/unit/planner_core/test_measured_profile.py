@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from hyper_parallel.planner.block_trace import LEFT_ALONE
 from hyper_parallel.planner.profile import Profile
 from hyper_parallel.planner.solve import Solver
-from hyper_parallel.planner.tape import KEEP
-from hyper_parallel.planner.timeline import Simulator
+from hyper_parallel.planner.step_simulator import StepSimulator
 
 GIB = 2**30
 
@@ -23,7 +23,7 @@ def profile() -> Profile:
 
 
 def test_the_step_left_alone_is_explained(profile: Profile) -> None:
-    line = Simulator(profile).play([KEEP] * len(profile.blocks), profile.engine)
+    line = StepSimulator(profile).simulate([LEFT_ALONE] * len(profile.blocks), profile.engine)
     assert line.peak_bytes == pytest.approx(profile.measured.peak_bytes, rel=0.001)
     assert line.step_seconds == pytest.approx(profile.measured.step_seconds, rel=0.02)
 
@@ -31,6 +31,6 @@ def test_the_step_left_alone_is_explained(profile: Profile) -> None:
 @pytest.mark.parametrize(("act_gib", "predicted_ms"), [(4.0, 736.7), (5.2, 728.2), (9.2, 702.8), (15.3, 667.0)])
 def test_answers_do_not_get_worse(profile: Profile, act_gib: float, predicted_ms: float) -> None:
     budget = profile.base.weights + profile.base.gradients + int(act_gib * GIB)
-    answer = Solver(Simulator(profile)).solve(budget, effort=0.5)
-    assert answer.timeline.peak_bytes <= budget
-    assert answer.timeline.step_seconds * 1e3 <= predicted_ms * 1.005
+    answer = Solver(StepSimulator(profile)).solve(budget, effort=0.5)
+    assert answer.step.peak_bytes <= budget
+    assert answer.step.step_seconds * 1e3 <= predicted_ms * 1.005

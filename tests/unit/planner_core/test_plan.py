@@ -12,10 +12,11 @@ import pytest
 
 import hyper_parallel as hp
 from hyper_parallel.errors import BudgetTooSmallError, PlanError
-from hyper_parallel.planner.plan import Corrections, Fate, Plan
+from hyper_parallel.fates import Fate
+from hyper_parallel.planner.plan import Corrections, Plan
 from hyper_parallel.planner.profile import Block, FarCaps, Link, Measured, Profile, Segment
 from hyper_parallel.planner.solve import MOST_EVENTS, Solver
-from hyper_parallel.planner.timeline import Simulator
+from hyper_parallel.planner.step_simulator import StepSimulator
 
 from .small import KIND, SETTINGS, small_profile
 from .stack_profile import GIB, stack_profile
@@ -124,11 +125,11 @@ def test_an_effort_is_a_number(given: Any) -> None:
 def test_no_slower_than_the_hand_written_policy_with_that_memory(case: str, gib: float, hand: float) -> None:
     # ``hand``: what the simulator says of that policy, see test_stack_h200.
     profile = stack_profile(case)
-    solver = Solver(Simulator(profile))
+    solver = Solver(StepSimulator(profile))
     budget = profile.base.weights + profile.base.gradients + int(gib * GIB)
     answer = solver.solve(budget, effort=0.5)
-    assert answer.timeline.peak_bytes <= budget
-    assert answer.timeline.step_seconds / solver.untouched().timeline.step_seconds <= hand
+    assert answer.step.peak_bytes <= budget
+    assert answer.step.step_seconds / solver.untouched().step.step_seconds <= hand
 
 
 def test_prediction_and_budget(stack: Profile, stack_plan: Plan) -> None:
@@ -306,11 +307,11 @@ def test_a_hundred_layers_cost_a_bounded_search() -> None:
     stack = stack_profile("8k")
     blocks = tuple(Block(name=f"layers.{at}", kind=0, input_bytes=128 * 2**20) for at in range(100))
     profile = dataclasses.replace(stack, blocks=blocks, far=FarCaps(host_bytes=400 * GIB))
-    solver = Solver(Simulator(profile))
-    alone = solver.untouched().timeline
+    solver = Solver(StepSimulator(profile))
+    alone = solver.untouched().step
     answer = solver.solve(profile.base.total + (alone.peak_bytes - profile.base.total) // 5)
-    assert answer.timeline.peak_bytes <= profile.base.total + (alone.peak_bytes - profile.base.total) // 5
-    assert answer.timeline.step_seconds < 1.15 * alone.step_seconds
+    assert answer.step.peak_bytes <= profile.base.total + (alone.peak_bytes - profile.base.total) // 5
+    assert answer.step.step_seconds < 1.15 * alone.step_seconds
     assert solver.simulator.cost < 1.2 * MOST_EVENTS
 
 

@@ -15,11 +15,11 @@ from hyper_parallel.planner.profile import (
     Block,
     BlockKind,
     Cut,
+    CutRegion,
     FarCaps,
     Link,
     OpProfile,
     Profile,
-    RegionSpan,
 )
 
 from .small import KIND, F, G, small_profile
@@ -122,11 +122,11 @@ def test_a_file_too_large_to_be_ours(tmp_path: Path) -> None:
             lambda: OpProfile(name="v", seconds=0.0, alias=0, output_bytes=1),
             r"shares the storage of op 0 and cannot own bytes too",
         ),
-        (lambda: RegionSpan(module="", first_op=2, stop_op=2), r"RegionSpan '': 2..2 is empty"),
+        (lambda: CutRegion(module="", first_op=2, stop_op=2), r"CutRegion '': 2..2 is empty"),
         (lambda: Cut(regions=()), r"Cut.regions: is empty"),
         (
             lambda: Cut(
-                regions=(RegionSpan(module="a", first_op=0, stop_op=2), RegionSpan(module="b", first_op=1, stop_op=3))
+                regions=(CutRegion(module="a", first_op=0, stop_op=2), CutRegion(module="b", first_op=1, stop_op=3))
             ),
             r"'a' ends after 'b' begins",
         ),
@@ -135,7 +135,7 @@ def test_a_file_too_large_to_be_ours(tmp_path: Path) -> None:
         (lambda: BlockKind(name="B", ops=(dataclasses.replace(F, kept_by=(2,)), G)), r"kept_by names op 2"),
         (
             lambda: BlockKind(
-                name="B", ops=(F, G), cuts=(Cut(regions=(RegionSpan(module="", first_op=0, stop_op=3),)),)
+                name="B", ops=(F, G), cuts=(Cut(regions=(CutRegion(module="", first_op=0, stop_op=3),)),)
             ),
             r"region '' ends at 3 of 2",
         ),
@@ -154,4 +154,4 @@ def test_a_record_checks_itself(make: Any, text: str) -> None:
 
 
 def test_a_kind_without_cuts_is_one_region() -> None:
-    assert KIND.cuts == (Cut(regions=(RegionSpan(module="", first_op=0, stop_op=2),)),)
+    assert KIND.cuts == (Cut(regions=(CutRegion(module="", first_op=0, stop_op=2),)),)

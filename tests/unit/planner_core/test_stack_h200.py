@@ -9,10 +9,11 @@ import dataclasses
 
 import pytest
 
+from hyper_parallel.planner.block_trace import LEFT_ALONE, Choice
 from hyper_parallel.planner.profile import EngineSettings
-from hyper_parallel.planner.tape import KEEP, Choice
-from hyper_parallel.planner.timeline import Simulator, Timeline
+from hyper_parallel.planner.step_simulator import SimulatedStep, StepSimulator
 
+from .small import short_choice
 from .stack_profile import GIB, NAMES, stack_profile
 
 
@@ -20,7 +21,7 @@ def recipe(
     swap: tuple[str, ...] = (), save: tuple[str, ...] = (), *, is_split: bool = False, inputs: str = "w"
 ) -> Choice:
     fates = "".join("w" if name in swap else "s" if name in save else "r" for name in NAMES)
-    return Choice(int(is_split), inputs * (1 + is_split), fates)
+    return short_choice(int(is_split), inputs * (1 + is_split), fates)
 
 
 def settings(window: float, prefetch: float, tail: float = 0.0) -> EngineSettings:
@@ -55,7 +56,7 @@ def late(count: int, saved: int, early: Choice, last: Choice) -> list[Choice]:
 
 
 ROWS = [
-    Row("8k", "none", [KEEP] * 16, IDLE, 38.52, 1.0),
+    Row("8k", "none", [LEFT_ALONE] * 16, IDLE, 38.52, 1.0),
     Row("8k", "torch checkpoint", [recipe(inputs="s")] * 16, IDLE, 5.21, 1.254),
     Row("8k", "save attention", [recipe(save=("attention",), inputs="s")] * 16, IDLE, 7.11, 1.207),
     Row("8k", "save matmuls", [recipe(save=ALL_MATMULS, inputs="s")] * 16, IDLE, 26.69, 1.017),
@@ -64,22 +65,22 @@ ROWS = [
     Row("8k", "ours 5.2", late(16, 3, SPLIT, SPLIT_SAVE), settings(1.0, 0.75, 0.6), 5.05, 1.1255),
     Row("8k", "ours 4.0", late(16, 1, SPLIT, SPLIT_SAVE), settings(1.0, 0.75, 0.6), 3.71, 1.145),
     Row("8k", "ours inputs", [recipe()] * 16, settings(0.5, 0.25), 3.83, 1.2555),
-    Row("32k", "none", [KEEP] * 12, IDLE, 58.21, 1.0),
+    Row("32k", "none", [LEFT_ALONE] * 12, IDLE, 58.21, 1.0),
     Row("32k", "torch checkpoint", [recipe(inputs="s")] * 12, IDLE, 9.35, 1.255),
     Row("32k", "save attention", [recipe(save=("attention",), inputs="s")] * 12, IDLE, 12.14, 1.139),
     Row("32k", "save matmuls", [recipe(save=ALL_MATMULS, inputs="s")] * 12, IDLE, 40.92, 1.013),
-    Row("32k", "ours 25.2", [*[WIDE] * 11, KEEP], settings(2.0, 1.5), 23.39, 1.014),
+    Row("32k", "ours 25.2", [*[WIDE] * 11, LEFT_ALONE], settings(2.0, 1.5), 23.39, 1.014),
     Row("32k", "ours 15.1", late(12, 10, GATE, GATE_SAVE), settings(2.0, 1.5, 1.2), 13.57, 1.036),
     Row("32k", "ours 7.8", [GATE] * 12, settings(2.0, 1.5, 1.2), 7.52, 1.068),
     Row("32k", "ours inputs", [recipe()] * 12, settings(0.5, 0.25), 7.10, 1.255),
 ]
 
 
-def played(row: Row) -> tuple[Timeline, float, float]:
+def played(row: Row) -> tuple[SimulatedStep, float, float]:
     profile = stack_profile(row.case)
-    simulator = Simulator(profile)
-    line = simulator.play(row.choices, row.settings)
-    none = simulator.play([KEEP] * len(row.choices), row.settings)
+    simulator = StepSimulator(profile)
+    line = simulator.simulate(row.choices, row.settings)
+    none = simulator.simulate([LEFT_ALONE] * len(row.choices), row.settings)
     act = (line.peak_bytes - profile.base.weights - profile.base.gradients) / GIB
     return line, act, line.step_seconds / none.step_seconds
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hyper_parallel.errors import PlanError
-from hyper_parallel.planner.rules import ALIASES, INPUT, PRESETS, OpRow, OpTable, Rule, RuleFate, RuleSet
+from hyper_parallel.fates import Fate
+from hyper_parallel.planner.rules import ALIASES, INPUT, PRESETS, OpRow, OpTable, Rule, RuleSet
 
 PATHS = ["layers.0", "layers.0.attn", "layers.0.attn.qkv", "layers.0.mlp", "layers.0.mlp.gate"]
 
@@ -35,24 +36,46 @@ PATHS = ["layers.0", "layers.0.attn", "layers.0.attn.qkv", "layers.0.mlp", "laye
         ("*::input", "layers.3", "mm", False),
     ],
 )  # fmt: skip
-def test_what_a_rule_speaks_of(pattern: str, path: str, op: str, matches: bool) -> None:
-    assert Rule(pattern=pattern, fate=RuleFate.SAVE).matches(path, op) is matches
+def test_what_a_rule_names(pattern: str, path: str, op: str, matches: bool) -> None:
+    assert Rule(pattern=pattern, fate=Fate.SAVE).matches(path, op) is matches
 
 
 def test_the_first_match_decides() -> None:
     rules = RuleSet.read({"layers.0.attn::mm": "swap", "*::mm": "recompute", "*::*": "prefer_save"})
-    assert rules.fate_of("layers.0.attn.qkv", "mm") is RuleFate.SWAP
-    assert rules.fate_of("layers.1.attn.qkv", "mm") is RuleFate.RECOMPUTE
-    assert rules.fate_of("layers.1.attn", "add") is RuleFate.PREFER_SAVE
+    assert rules.rule_for("layers.0.attn.qkv", "mm").fate_word == "swap"
+    assert rules.rule_for("layers.1.attn.qkv", "mm").fate_word == "recompute"
+    assert rules.rule_for("layers.1.attn", "add").fate_word == "prefer_save"
     other_order = RuleSet.read({"*::mm": "recompute", "layers.0.attn::mm": "swap"})
-    assert other_order.fate_of("layers.0.attn.qkv", "mm") is RuleFate.RECOMPUTE
+    assert other_order.rule_for("layers.0.attn.qkv", "mm").fate_word == "recompute"
+
+
+@pytest.mark.parametrize(
+    ("word", "fate", "is_preference"),
+    [
+        ("swap", Fate.SWAP, False),
+        ("save", Fate.SAVE, False),
+        ("recompute", Fate.RECOMPUTE, False),
+        ("prefer_save", Fate.SAVE, True),
+        ("prefer_recompute", Fate.RECOMPUTE, True),
+        (Fate.SWAP, Fate.SWAP, False),
+    ],
+)
+def test_the_words_of_users_become_a_fate_and_a_strength(word: str, fate: Fate, is_preference: bool) -> None:
+    rule = Rule.parse("*::mm", word)
+    assert (rule.fate, rule.is_preference) == (fate, is_preference)
+    assert rule.fate_word == (word.value if isinstance(word, Fate) else word)
+
+
+def test_no_rule_can_prefer_a_swap() -> None:
+    with pytest.raises(ValueError, match=r"'\*::mm' cannot prefer 'swap'"):
+        Rule(pattern="*::mm", fate=Fate.SWAP, is_preference=True)
 
 
 def test_what_no_rule_matches_is_recomputed_and_its_input_saved() -> None:
     rules = RuleSet.read({"*::mm": "swap"})
     assert rules.deciding("layers.0", "add") is None
-    assert rules.fate_of("layers.0", "add") is RuleFate.PREFER_RECOMPUTE
-    assert rules.fate_of("layers.0", INPUT) is RuleFate.SAVE
+    assert rules.rule_for("layers.0", "add").fate_word == "prefer_recompute"
+    assert rules.rule_for("layers.0", INPUT).fate_word == "save"
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -65,7 +88,7 @@ def test_presets_read_and_may_match_nothing(name: str) -> None:
 def test_presets_say_what_their_names_say() -> None:
     sdpa, matmul = "_scaled_dot_product_flash_attention", "mm"
     fates = {
-        name: [RuleSet.read(name).fate_of("layers.0", op).value for op in (INPUT, sdpa, matmul, "silu")]
+        name: [RuleSet.read(name).rule_for("layers.0", op).fate_word for op in (INPUT, sdpa, matmul, "silu")]
         for name in PRESETS
     }
     assert fates == {

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from hyper_parallel.planner.profile import Versions
-from hyper_parallel.planner.run import (
-    PROCESS_PART,
-    Curve,
-    FateTotal,
-    Forecasted,
-    OpTotal,
-    RecordedFate,
-    RunRecord,
-    StepRecord,
-    Track,
-    WorkSpan,
-)
+from hyper_parallel.fates import Fate
+from hyper_parallel.records.prediction import Prediction
+from hyper_parallel.records.run_record import PROCESS_PART, FateTotal, MemoryCurve, OpTotal, RunRecord, StepRecord
+from hyper_parallel.records.versions import Versions
+from hyper_parallel.records.work_span import Track, WorkSpan
 
 MIB = 2**20
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=alert(1)>&\"'\u2028{{run}}"
@@ -39,7 +31,7 @@ def small_step(
         exposed_seconds=0.004,
         losses=(2.5, 2.25),
         gradients=gradients,
-        memory=Curve(times_us=(0.0, 100_000.0, 200_000.0), nbytes=(300 * MIB, int(700 * MIB * scale), 350 * MIB)),
+        memory=MemoryCurve(times_us=(0.0, 100_000.0, 200_000.0), nbytes=(300 * MIB, int(700 * MIB * scale), 350 * MIB)),
         spans=(
             WorkSpan(track=Track.FORWARD, name=layer, start_us=0.0, end_us=90_000.0),
             WorkSpan(track=Track.COPY_OUT, start_us=20_000.0, end_us=60_000.0, nbytes=100 * MIB),
@@ -49,8 +41,8 @@ def small_step(
             WorkSpan(track=Track.BACKWARD, name=layer, start_us=100_000.0, end_us=190_000.0),
         ),
         fates=(
-            FateTotal(fate=RecordedFate.SWAPPED, nbytes=100 * MIB),
-            FateTotal(fate=RecordedFate.KEPT, reason="below_min_bytes", nbytes=3 * MIB),
+            FateTotal(fate=Fate.SWAP, nbytes=100 * MIB),
+            FateTotal(fate=Fate.SAVE, reason="below_min_bytes", nbytes=3 * MIB),
         ),
         notes=("sampled",),
     )
@@ -65,8 +57,7 @@ def planned_step(name: str = "auto", *, op: str = "addmm") -> StepRecord:
             OpTotal(op=op, count=4, swapped_bytes=80 * MIB, reason="it leaves while forward runs"),
             OpTotal(op="gelu", count=4, recomputed_bytes=60 * MIB, saved_bytes=5 * MIB, reason="cheap to make again"),
         ),
-        forecast=Forecasted(
-            budget_bytes=100 * MIB,
+        predicted=Prediction(
             peak_bytes=80 * MIB,
             peak_where="backward of the head and loss",
             peak_parts={"base": 50 * MIB, "swap buffers": 30 * MIB},

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from hyper_parallel.records.run_record import MemoryCurve
 from hyper_parallel.report.figure import render_figure, write_figure
 from hyper_parallel.report.page import render_page, write_page
 from hyper_parallel.report.trace import run_trace, write_run_trace
@@ -148,10 +149,8 @@ def test_the_page_is_written(tmp_path: Path) -> None:
 def test_the_axes_of_the_figure_have_a_few_round_marks(scale: float) -> None:
     import dataclasses
 
-    from hyper_parallel.planner.run import Curve
-
     for power in range(1, 8):
-        curve = Curve(times_us=(0.0, scale * 10**power), nbytes=(1, int(scale * 1000**power)))
+        curve = MemoryCurve(times_us=(0.0, scale * 10**power), nbytes=(1, int(scale * 1000**power)))
         step = dataclasses.replace(small_step("none"), spans=(), memory=curve)
         words = re.findall(
             r'text-anchor="(?:middle|end)"[^>]*>([^<]*)<', render_figure(small_run(steps=(step,), budget_bytes=None))

@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 
 from hyper_parallel.errors import PlanError
-from hyper_parallel.planner.run import Curve, OpTotal, RunRecord, StepRecord, Track, WorkSpan
-from hyper_parallel.report.records import are_gradients_equal
-from tests.unit.report.runs import hostile_run, small_run, small_step
+from hyper_parallel.fates import Fate
+from hyper_parallel.records.run_record import FateTotal, MemoryCurve, OpTotal, RunRecord, StepRecord
+from hyper_parallel.records.work_span import Track, WorkSpan
+from tests.unit.report.runs import MIB, hostile_run, planned_step, small_run, small_step
 
 
 @pytest.mark.parametrize("run", [small_run(), hostile_run()], ids=["plain", "hostile"])
 def test_a_run_comes_back_as_it_was(run: RunRecord, tmp_path: Path) -> None:
     run.save(tmp_path / "run.json")
     assert RunRecord.load(tmp_path / "run.json") == run
-    assert json.loads((tmp_path / "run.json").read_text())["schema"] == "hyper_parallel.run/1"
+    assert json.loads((tmp_path / "run.json").read_text())["schema"] == "hyper_parallel.run/2"
 
 
 def test_a_step_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -67,8 +68,8 @@ def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
 def test_a_span_that_ends_before_it_begins_is_refused() -> None:
     with pytest.raises(ValueError, match=r"WorkSpan 'a': ends at 1.0, before 2.0"):
         WorkSpan(track=Track.FORWARD, name="a", start_us=2.0, end_us=1.0)
-    with pytest.raises(ValueError, match=r"Curve.nbytes: has a negative value"):
-        Curve(times_us=(0.0,), nbytes=(-1,))
+    with pytest.raises(ValueError, match=r"MemoryCurve.nbytes: has a negative value"):
+        MemoryCurve(times_us=(0.0,), nbytes=(-1,))
     with pytest.raises(ValueError, match=r"OpTotal mm.saved_bytes: -1 is negative"):
         OpTotal(op="mm", count=1, saved_bytes=-1)
 
@@ -77,8 +78,48 @@ def test_gradients_are_equal_different_or_were_not_compared() -> None:
     run = small_run(
         steps=(small_step("a"), small_step("b"), small_step("c", gradients="x"), small_step("d", gradients=""))
     )
-    assert [are_gradients_equal(run, step) for step in run.steps] == [True, True, False, None]
+    assert [run.are_gradients_equal(step) for step in run.steps] == [True, True, False, None]
 
 
 def test_the_models_own_peak_is_the_peak_without_the_process() -> None:
     assert small_step().model_peak_bytes == small_step().peak_bytes - 300 * 2**20
+
+
+DATA = Path(__file__).parent / "data"
+
+
+def test_files_of_schema_1_are_read_with_their_fates_and_prediction() -> None:
+    run, step = RunRecord.load(DATA / "run_schema_1.json"), StepRecord.load(DATA / "step_schema_1.json")
+    assert run.steps[-1] == step
+    assert step.fates == (
+        FateTotal(fate=Fate.SWAP, nbytes=100 * MIB),
+        FateTotal(fate=Fate.SAVE, nbytes=7 * MIB),  # was "saved" because of "policy"
+        FateTotal(fate=Fate.RECOMPUTE, nbytes=60 * MIB),
+        FateTotal(fate=Fate.SAVE, reason="policy", nbytes=2 * MIB),  # was "kept"
+        FateTotal(fate=Fate.SAVE, reason="below_min_bytes", nbytes=3 * MIB),
+    )
+    assert step.predicted == planned_step().predicted
+    assert run.budget_bytes == 100 * MIB
+
+
+def test_a_file_of_schema_1_is_written_again_with_schema_2(tmp_path: Path) -> None:
+    run = RunRecord.load(DATA / "run_schema_1.json")
+    run.save(tmp_path / "run.json")
+    assert json.loads((tmp_path / "run.json").read_text())["schema"] == "hyper_parallel.run/2"
+    assert RunRecord.load(tmp_path / "run.json") == run
+
+
+@pytest.mark.parametrize("field", ["steps", "fates", "fate", "forecast"])
+@pytest.mark.parametrize("value", [3, "x", [3], {"x": 3}, [[]]])
+def test_a_malformed_file_of_schema_1_is_refused(field: str, value: Any, tmp_path: Path) -> None:
+    data = json.loads((DATA / "run_schema_1.json").read_text())
+    holder = {
+        "steps": data,
+        "fates": data["steps"][1],
+        "fate": data["steps"][1]["fates"][0],
+        "forecast": data["steps"][1],
+    }
+    holder[field][field] = value
+    (tmp_path / "run.json").write_text(json.dumps(data))
+    with pytest.raises(PlanError, match=r"is not a RunRecord that can be read"):
+        RunRecord.load(tmp_path / "run.json")

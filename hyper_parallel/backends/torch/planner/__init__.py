@@ -3,14 +3,14 @@
 from hyper_parallel.backends.torch.planner.measure import StepMeasure, measure_step
 from hyper_parallel.backends.torch.planner.plan_regions import AppliedPlan, apply_plan
 from hyper_parallel.backends.torch.planner.profiling import profile_memory
-from hyper_parallel.backends.torch.planner.rule_regions import RulesHandle, apply_rules
+from hyper_parallel.backends.torch.planner.rule_regions import AppliedRules, apply_rules
 from hyper_parallel.backends.torch.planner.survey import list_ops
-from hyper_parallel.backends.torch.planner.trial import guarded
+from hyper_parallel.backends.torch.planner.trial_guard import guarded
 from hyper_parallel.backends.torch.planner.world import world
 
 __all__ = [
     "AppliedPlan",
-    "RulesHandle",
+    "AppliedRules",
     "StepMeasure",
     "apply_plan",
     "apply_rules",

@@ -16,13 +16,13 @@ from torch import nn
 from hyper_parallel.backends.torch.wrappers import ActivationWrapper
 from hyper_parallel.errors import PlanError
 
-__all__ = ["BlockRef", "Place", "device_of", "find_blocks", "fingerprint_of", "places_of", "refuse_wrapped"]
+__all__ = ["BlockRef", "ModuleLocation", "device_of", "find_blocks", "fingerprint_of", "locations_of", "refuse_wrapped"]
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ModuleLocation:
     """Where a module hangs in the tree."""
 
     parent: nn.Module
@@ -65,13 +65,13 @@ def device_of(model: nn.Module, who: str) -> torch.device:
     return devices.pop()
 
 
-def places_of(root: nn.Module, module: nn.Module) -> list[Place]:
-    """Every place in the tree where this very module hangs."""
+def locations_of(root: nn.Module, module: nn.Module) -> list[ModuleLocation]:
+    """Every location in the tree where this very module hangs."""
     found = []
     for parent in root.modules():
         for key, child in parent._modules.items():
             if child is module:
-                found.append(Place(parent, key))
+                found.append(ModuleLocation(parent, key))
     return found
 
 

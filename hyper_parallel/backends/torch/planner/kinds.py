@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from hyper_parallel.backends.torch.planner.blocks import BlockRef
-from hyper_parallel.backends.torch.planner.observe import Observation, SeenOp
-from hyper_parallel.backends.torch.planner.trials import Call, Trial
-from hyper_parallel.planner.profile import BLOCK_INPUT, BlockKind, Cut, OpProfile, RegionSpan
+from hyper_parallel.backends.torch.planner.op_observer import ObservedCall, ObservedOp
+from hyper_parallel.backends.torch.planner.trial_steps import Call, Trial
+from hyper_parallel.planner.profile import BLOCK_INPUT, BlockKind, Cut, CutRegion, OpProfile
 
 __all__ = ["fold", "make_kind", "shared_storages"]
 
@@ -19,7 +19,7 @@ _LEAST_OPS_OF_A_REGION: Final = 3
 _LARGE_SHARE: Final = 0.2  # of the block's time: a child worth a region of its own
 
 
-def fold(calls: Sequence[Observation], blocks: Sequence[BlockRef]) -> tuple[list[int], list[int]]:
+def fold(calls: Sequence[ObservedCall], blocks: Sequence[BlockRef]) -> tuple[list[int], list[int]]:
     """The kind of every call, and for every kind the call that stands for it.
 
     Calls are alike when the module's class, its parameters and its ops are.
@@ -39,13 +39,13 @@ def fold(calls: Sequence[Observation], blocks: Sequence[BlockRef]) -> tuple[list
     ]
 
 
-def _stands_for_all(calls: Sequence[Observation], members: Sequence[int]) -> int:
+def _stands_for_all(calls: Sequence[ObservedCall], members: Sequence[int]) -> int:
     """The middle one where all are alike (the first and the last have neighbours of another kind), else the largest."""
     sizes = [sum(op.output_bytes for op in calls[at].ops) for at in members]
     return members[len(members) // 2] if len(set(sizes)) == 1 else members[sizes.index(max(sizes))]
 
 
-def shared_storages(calls: Sequence[Observation]) -> set[int]:
+def shared_storages(calls: Sequence[ObservedCall]) -> set[int]:
     """What every block is given: masks, rope tables."""
     if len(calls) < 2:
         return set()
@@ -104,7 +104,7 @@ def _clamped(indices: Iterable[int], least: int, count: int) -> tuple[int, ...]:
     return tuple(sorted({min(max(index, least), count - 1) for index in indices}))
 
 
-def _op_seconds(seen: Observation, timings: Sequence[tuple[Trial, Call]]) -> list[float]:
+def _op_seconds(seen: ObservedCall, timings: Sequence[tuple[Trial, Call]]) -> list[float]:
     """Medians over the trials that ran the same ops; where none did, the medians by name."""
     names = [(op.name, op.overload) for op in seen.ops]
     measured: list[list[float]] = []
@@ -155,9 +155,9 @@ def _node_bytes(memory: Call) -> list[int]:
     return result
 
 
-def _cuts(seen: Observation, seconds: Sequence[float]) -> tuple[Cut, ...]:
+def _cuts(seen: ObservedCall, seconds: Sequence[float]) -> tuple[Cut, ...]:
     """The whole block; its children; its large children."""
-    whole = Cut(regions=(RegionSpan(module="", first_op=0, stop_op=len(seen.ops)),))
+    whole = Cut(regions=(CutRegion(module="", first_op=0, stop_op=len(seen.ops)),))
     spans = [span for span in _child_spans(seen) if _is_worth_a_region(seen.ops[span[1] : span[2]])]
     large = [span for span in spans if sum(seconds[span[1] : span[2]]) >= _LARGE_SHARE * sum(seconds)]
     cuts = [whole]
@@ -168,7 +168,7 @@ def _cuts(seen: Observation, seconds: Sequence[float]) -> tuple[Cut, ...]:
     return tuple(cuts)
 
 
-def _child_spans(seen: Observation) -> list[tuple[str, int, int]]:
+def _child_spans(seen: ObservedCall) -> list[tuple[str, int, int]]:
     """Direct children that ran once, in one stretch."""
     spans: list[tuple[str, int, int]] = []
     owners = [op.module.partition(".")[0] for op in seen.ops]
@@ -180,10 +180,10 @@ def _child_spans(seen: Observation) -> list[tuple[str, int, int]]:
     return spans
 
 
-def _is_worth_a_region(ops: Sequence[SeenOp]) -> bool:
+def _is_worth_a_region(ops: Sequence[ObservedOp]) -> bool:
     return sum(op.is_asked for op in ops) >= _LEAST_OPS_OF_A_REGION and any(op.kept_bytes for op in ops)
 
 
-def _region(seen: Observation, module: str, first: int, stop: int) -> RegionSpan:
+def _region(seen: ObservedCall, module: str, first: int, stop: int) -> CutRegion:
     read = {value for op in seen.ops[first:stop] for value in op.inputs if value < first}
-    return RegionSpan(module=module, first_op=first, stop_op=stop, inputs=tuple(sorted(read)) or (BLOCK_INPUT,))
+    return CutRegion(module=module, first_op=first, stop_op=stop, inputs=tuple(sorted(read)) or (BLOCK_INPUT,))

@@ -14,7 +14,7 @@ from hyper_parallel.backends.torch.storages import unseen
 from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.adapter import DeviceBackend
 from hyper_parallel.core.activation_checkpoint.far.process_memory import default_host_limit_bytes
-from hyper_parallel.core.activation_checkpoint.timing import Span
+from hyper_parallel.core.activation_checkpoint.timing import LinkSpan
 from hyper_parallel.planner.profile import EngineSettings, FarCaps, Link
 
 __all__ = ["engine_settings", "far_caps", "measure_link"]
@@ -25,7 +25,7 @@ _LEAST_SPAN_BYTES: Final = 4 * 2**20  # below this a copy's fixed cost hides the
 _PROBES: Final = 5
 
 
-def measure_link(backend: DeviceBackend, meter: Meter, spans: Sequence[Span]) -> Link:
+def measure_link(backend: DeviceBackend, meter: Meter, spans: Sequence[LinkSpan]) -> Link:
     """From the copies of a step where it made any that are large enough, else from copies of our own."""
     if meter.is_simulated:
         rate = _host_rate()
@@ -47,7 +47,7 @@ def measure_link(backend: DeviceBackend, meter: Meter, spans: Sequence[Span]) ->
     )
 
 
-def _rate(spans: Sequence[Span], track: str) -> float | None:
+def _rate(spans: Sequence[LinkSpan], track: str) -> float | None:
     rates = [
         span.nbytes / (span.end_us - span.start_us) * 1e6
         for span in spans

@@ -12,7 +12,7 @@ from typing import Any
 from hyper_parallel.backends.torch.planner.blocks import device_of, require_module
 from hyper_parallel.backends.torch.planner.meters import Meter, meter_for
 from hyper_parallel.backends.torch.planner.survey import require_step
-from hyper_parallel.backends.torch.planner.trial import no_trace
+from hyper_parallel.backends.torch.planner.trial_guard import restored_after
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 
 __all__ = ["StepMeasure", "measure_step"]
@@ -46,7 +46,7 @@ def measure_step(
     device = device_of(model, who)
     meter = meter_for(device, who=who)
     try:
-        with contextlib.nullcontext() if is_guarded else no_trace(model, device, who=who):
+        with contextlib.nullcontext() if is_guarded else restored_after(model, device, who=who):
             return _measure(step, meter, steps=steps, warmup=warmup)
     except Exception as error:
         if not meter.is_out_of_memory(error):

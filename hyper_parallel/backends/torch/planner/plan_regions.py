@@ -17,11 +17,13 @@ from hyper_parallel.backends.torch.first_step import foretell
 from hyper_parallel.backends.torch.planner.blocks import BlockRef, fingerprint_of, refuse_wrapped, require_module
 from hyper_parallel.backends.torch.planner.compiled import refuse_compiled
 from hyper_parallel.backends.torch.planner.measure import StepMeasure
-from hyper_parallel.backends.torch.planner.regions import Handle, Replacements, op_name, op_overload
+from hyper_parallel.backends.torch.planner.op_names import op_name, op_overload
+from hyper_parallel.backends.torch.planner.replacements import AppliedBlocks, Replacements
 from hyper_parallel.config import SwapConfig, current_config
 from hyper_parallel.core.activation_checkpoint.activation_checkpoint import CheckpointPolicy
 from hyper_parallel.errors import PlanError
-from hyper_parallel.planner.plan import BlockPlan, Fate, Plan, RegionPlan
+from hyper_parallel.fates import Fate
+from hyper_parallel.planner.plan import BlockPlan, Plan, RegionPlan
 from hyper_parallel.planner.profile import EngineSettings
 
 __all__ = ["AppliedPlan", "PlannedRegion", "apply_plan"]
@@ -87,7 +89,7 @@ class _ByOccurrence:
         return fates.get(count, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
-class AppliedPlan(Handle):
+class AppliedPlan(AppliedBlocks):
     """A plan on a model: ``stats()``, ``report(path)``, ``remove()``, or a ``with`` block."""
 
     def __init__(self, replacements: Replacements, plan: Plan, device_bytes: int | None) -> None:

@@ -33,7 +33,7 @@ from hyper_parallel.backends.torch.planner.blocks import (
 from hyper_parallel.backends.torch.planner.kinds import fold, make_kind, shared_storages
 from hyper_parallel.backends.torch.planner.links import engine_settings, far_caps, measure_link
 from hyper_parallel.backends.torch.planner.meters import Meter, meter_for
-from hyper_parallel.backends.torch.planner.observe import Observation
+from hyper_parallel.backends.torch.planner.op_observer import ObservedCall
 from hyper_parallel.backends.torch.planner.segments import (
     backward_seconds,
     call_of,
@@ -46,8 +46,8 @@ from hyper_parallel.backends.torch.planner.segments import (
     prologue,
 )
 from hyper_parallel.backends.torch.planner.survey import Survey, require_step, surveyed
-from hyper_parallel.backends.torch.planner.trial import no_trace
-from hyper_parallel.backends.torch.planner.trials import (
+from hyper_parallel.backends.torch.planner.trial_guard import restored_after
+from hyper_parallel.backends.torch.planner.trial_steps import (
     ALONE,
     OBSERVED,
     REGION,
@@ -58,9 +58,10 @@ from hyper_parallel.backends.torch.planner.trials import (
 )
 from hyper_parallel.config import current_config
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
-from hyper_parallel.core.activation_checkpoint.timing import Span
+from hyper_parallel.core.activation_checkpoint.timing import LinkSpan
 from hyper_parallel.errors import BudgetTooSmallError
-from hyper_parallel.planner.profile import BaseBytes, Block, BlockKind, HostCost, Measured, Profile, Versions
+from hyper_parallel.planner.profile import BaseBytes, Block, BlockKind, HostCost, Measured, Profile
+from hyper_parallel.records.versions import Versions
 
 __all__ = ["profile_memory"]
 
@@ -90,7 +91,7 @@ def profile_memory(
     found = find_blocks(model, blocks, who=who)
     device = device_of(model, who)
     meter = meter_for(device, who=who)
-    with contextlib.nullcontext() if is_guarded else no_trace(model, device, who=who):
+    with contextlib.nullcontext() if is_guarded else restored_after(model, device, who=who):
         return _Profiler(model, step, found, device, meter, steps=steps, agrees=agrees).run()
 
 
@@ -98,7 +99,7 @@ def profile_memory(
 class _Seen:
     """What all trials together showed."""
 
-    calls: Sequence[Observation]  # of the survey, in order
+    calls: Sequence[ObservedCall]  # of the survey, in order
     kinds: Sequence[int]  # of each call
     stand_ins: Sequence[int]  # of each kind, the call that was observed
     base: BaseBytes
@@ -130,7 +131,7 @@ class _Profiler:
         self.meter = meter
         self.steps = steps
         self.agrees = agrees
-        self.spans: list[Span] = []
+        self.spans: list[LinkSpan] = []
 
     def run(self) -> Profile:
         """All trials, then the record."""

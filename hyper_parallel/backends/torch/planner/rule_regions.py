@@ -11,33 +11,35 @@ from torch import nn
 
 from hyper_parallel.backends.torch.checkpointing import checkpoint
 from hyper_parallel.backends.torch.planner.blocks import BlockRef, find_blocks, require_module
-from hyper_parallel.backends.torch.planner.paths import Paths
-from hyper_parallel.backends.torch.planner.regions import Handle, Replacements, op_name
+from hyper_parallel.backends.torch.planner.module_paths import ModulePaths
+from hyper_parallel.backends.torch.planner.op_names import op_name
+from hyper_parallel.backends.torch.planner.replacements import AppliedBlocks, Replacements
 from hyper_parallel.backends.torch.planner.survey import list_ops, require_step
 from hyper_parallel.core.activation_checkpoint.activation_checkpoint import CheckpointPolicy
 from hyper_parallel.errors import PlanError
-from hyper_parallel.planner.rules import INPUT, OpTable, RuleFate, RuleSet
+from hyper_parallel.fates import Fate
+from hyper_parallel.planner.rules import INPUT, OpTable, RuleSet
 
-__all__ = ["RulesHandle", "apply_rules"]
+__all__ = ["AppliedRules", "apply_rules"]
 
 _POLICIES = {
-    RuleFate.SWAP: CheckpointPolicy.MUST_SWAP,
-    RuleFate.SAVE: CheckpointPolicy.MUST_SAVE,
-    RuleFate.RECOMPUTE: CheckpointPolicy.MUST_RECOMPUTE,
-    RuleFate.PREFER_SAVE: CheckpointPolicy.PREFER_SAVE,
-    RuleFate.PREFER_RECOMPUTE: CheckpointPolicy.PREFER_RECOMPUTE,
-}
+    (Fate.SWAP, False): CheckpointPolicy.MUST_SWAP,
+    (Fate.SAVE, False): CheckpointPolicy.MUST_SAVE,
+    (Fate.RECOMPUTE, False): CheckpointPolicy.MUST_RECOMPUTE,
+    (Fate.SAVE, True): CheckpointPolicy.PREFER_SAVE,
+    (Fate.RECOMPUTE, True): CheckpointPolicy.PREFER_RECOMPUTE,
+}  # by a rule's fate, and whether it is a preference
 
 
 class RuledRegion:
     """The checkpoint function of one block under rules; also its policy."""
 
-    def __init__(self, block: str, rules: RuleSet, paths: Paths | None) -> None:
+    def __init__(self, block: str, rules: RuleSet, paths: ModulePaths | None) -> None:
         self.block = block
         self._rules = rules
         self._paths = paths  # None: all modules of the block get the same answers
         self._answers: dict[tuple[str, Any], tuple[CheckpointPolicy, tuple[str, str]]] = {}
-        self._swaps_inputs = rules.fate_of(block, INPUT) is RuleFate.SWAP
+        self._swaps_inputs = rules.rule_for(block, INPUT).fate is Fate.SWAP
         self.seen: Counter[tuple[str, str]] = Counter()
         self.was_called = False
 
@@ -57,7 +59,8 @@ class RuledRegion:
         answer = self._answers.get((path, op))
         if answer is None:
             name = op_name(op)
-            answer = self._answers[path, op] = _POLICIES[self._rules.fate_of(path, name)], (path, name)
+            rule = self._rules.rule_for(path, name)
+            answer = self._answers[path, op] = _POLICIES[rule.fate, rule.is_preference], (path, name)
         self.seen[answer[1]] += 1
         return answer[0]
 
@@ -65,11 +68,11 @@ class RuledRegion:
         return {**self.__dict__, "_answers": {}}  # ops do not pickle, and the answers are found again
 
 
-class RulesHandle(Handle):
+class AppliedRules(AppliedBlocks):
     """Rules on a model; ``stats()``, ``remove()``, or a ``with`` block."""
 
     def __init__(
-        self, replacements: Replacements, rules: RuleSet, regions: Sequence[RuledRegion], paths: Paths | None
+        self, replacements: Replacements, rules: RuleSet, regions: Sequence[RuledRegion], paths: ModulePaths | None
     ) -> None:
         super().__init__(replacements)
         self._rules = rules
@@ -143,7 +146,7 @@ class RulesHandle(Handle):
 class _FirstForward:
     """The hook that checks; in a copy of the model, or a pickled one, it does nothing."""
 
-    def __init__(self, handle: RulesHandle | None = None) -> None:
+    def __init__(self, handle: AppliedRules | None = None) -> None:
         self._handle = handle
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -156,7 +159,7 @@ class _FirstForward:
 
 def apply_rules(
     model: Any, rules: RuleSet, *, blocks: str | Sequence[str] | None = None, step: Callable[[], Any] | None = None
-) -> RulesHandle:
+) -> AppliedRules:
     """See ``hyper_parallel.apply_rules``."""
     who = "apply_rules"
     require_module(model, who)
@@ -171,7 +174,7 @@ def apply_rules(
         rules.check_matched((row.module, row.op) for row in table)
     if rules.spares_last_block and len(found) > 1:
         found = found[:-1]
-    paths = Paths() if any(_depends_on_module(rules, block) for block in found) else None
+    paths = ModulePaths() if any(_depends_on_module(rules, block) for block in found) else None
     replacements = Replacements(model)
     regions = [RuledRegion(block.name, rules, paths) for block in found]
     try:
@@ -184,7 +187,7 @@ def apply_rules(
             paths.remove()
         replacements.restore()
         raise
-    handle = RulesHandle(replacements, rules, regions, paths)
+    handle = AppliedRules(replacements, rules, regions, paths)
     if step is None or rules.may_match_nothing:
         handle.check_at_first_forward(model)
     return handle

@@ -6,8 +6,8 @@ import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 
-from hyper_parallel.backends.torch.planner.observe import Observation
-from hyper_parallel.backends.torch.planner.trials import (
+from hyper_parallel.backends.torch.planner.op_observer import ObservedCall
+from hyper_parallel.backends.torch.planner.trial_steps import (
     REGION,
     REPLAYED,
     REPLAYED_SWAPPED,
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-def host_cost(plain: Sequence[Trial], host: Mapping[str, float], calls: Sequence[Observation]) -> HostCost:
+def host_cost(plain: Sequence[Trial], host: Mapping[str, float], calls: Sequence[ObservedCall]) -> HostCost:
     """Where the step left alone does not fit there is nothing to compare with, and the host counts for nothing."""
     issuing = median([one.points[-1].host_seconds - one.points[0].host_seconds for one in plain])
     if issuing is None:

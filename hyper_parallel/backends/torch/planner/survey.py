@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_leaves
 from hyper_parallel.backends.torch.checkpointing import checkpoint
 from hyper_parallel.backends.torch.graph import is_in_backward
 from hyper_parallel.backends.torch.planner.blocks import BlockRef, device_of, find_blocks, require_module
-from hyper_parallel.backends.torch.planner.observe import Observation, Observer
-from hyper_parallel.backends.torch.planner.paths import Paths
-from hyper_parallel.backends.torch.planner.regions import Replacements
-from hyper_parallel.backends.torch.planner.trial import no_trace
+from hyper_parallel.backends.torch.planner.module_paths import ModulePaths
+from hyper_parallel.backends.torch.planner.op_observer import ObservedCall, OpObserver
+from hyper_parallel.backends.torch.planner.replacements import Replacements
+from hyper_parallel.backends.torch.planner.trial_guard import restored_after
 from hyper_parallel.errors import PlanError
 from hyper_parallel.planner.rules import INPUT, OpRow, OpTable
 
@@ -39,7 +39,7 @@ def require_step(step: Any, who: str) -> Callable[[], Any]:
 class Survey:
     """What one step ran, in order."""
 
-    calls: list[Observation] = dataclasses.field(default_factory=list)
+    calls: list[ObservedCall] = dataclasses.field(default_factory=list)
     has_backward: bool = False
 
     def check(self, who: str, blocks: Sequence[BlockRef]) -> None:
@@ -59,7 +59,7 @@ class Survey:
 class _SurveyedBlock:
     """The checkpoint function of one block while the first look is taken."""
 
-    def __init__(self, block: BlockRef, paths: Paths, survey: Survey) -> None:
+    def __init__(self, block: BlockRef, paths: ModulePaths, survey: Survey) -> None:
         self._block = block
         self._paths = paths
         self._survey = survey
@@ -68,14 +68,14 @@ class _SurveyedBlock:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         output = checkpoint(self._forward(function), *args, swap_inputs=True, **kwargs)
-        note_backward(output, self._has_backward)
+        on_backward(output, self._has_backward)
         return output
 
     def _forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if is_in_backward():
                 return function(*args, **kwargs)
-            observer = Observer(self._block.name, self._paths)
+            observer = OpObserver(self._block.name, self._paths)
             with observer.watching(args, kwargs, sees_saved=False):
                 output = function(*args, **kwargs)
             self._survey.calls.append(observer.seen)
@@ -87,8 +87,8 @@ class _SurveyedBlock:
         self._survey.has_backward = True
 
 
-def note_backward(output: Any, callback: Callable[[Any], None]) -> None:
-    """Call back when the first gradient of a block's output is there: its backward begins."""
+def on_backward(output: Any, callback: Callable[[Any], None]) -> None:
+    """Call back when the first gradient of one of these tensors is there: the backward of what made them begins."""
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
     if tensors:
         torch.autograd.graph.register_multi_grad_hook(tensors, callback, mode="any")
@@ -97,7 +97,7 @@ def note_backward(output: Any, callback: Callable[[Any], None]) -> None:
 @contextlib.contextmanager
 def surveyed(model: nn.Module, blocks: Sequence[BlockRef]) -> Iterator[Survey]:
     """Blocks that are replayed and looked at; they are put back at the end."""
-    survey, paths, replacements = Survey(), Paths(), Replacements(model)
+    survey, paths, replacements = Survey(), ModulePaths(), Replacements(model)
     try:
         paths.watch(blocks)
         for block in blocks:
@@ -114,7 +114,7 @@ def list_ops(model: Any, step: Callable[[], Any], *, blocks: str | Sequence[str]
     require_module(model, who)
     require_step(step, who)
     found = find_blocks(model, blocks, who=who)
-    with no_trace(model, device_of(model, who), who=who):
+    with restored_after(model, device_of(model, who), who=who):
         with surveyed(model, found) as survey:
             step()
         survey.check(who, found)

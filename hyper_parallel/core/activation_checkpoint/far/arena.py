@@ -16,10 +16,10 @@ from __future__ import annotations
 import bisect
 from typing import NamedTuple
 
-__all__ = ["Arena", "Span"]
+__all__ = ["Arena", "SlabRange"]
 
 
-class Span(NamedTuple):
+class SlabRange(NamedTuple):
     """``nbytes`` of one slab, from ``start`` on."""
 
     slab: int
@@ -46,7 +46,7 @@ class Arena:
         self.free_bytes = 0
         self._slab_bytes: dict[int, int] = {}
         self._next_slab = 0
-        self._lent: set[Span] = set()
+        self._lent: set[SlabRange] = set()
         self._free_by_size: list[tuple[int, int, int]] = []  # (nbytes, slab, start), ascending
         self._free_at_start: dict[tuple[int, int], int] = {}  # (slab, start) -> nbytes
         self._free_at_end: dict[tuple[int, int], int] = {}  # (slab, end) -> start
@@ -93,14 +93,14 @@ class Arena:
         idle = [slab for slab, nbytes in self._slab_bytes.items() if self._free_at_start.get((slab, 0)) == nbytes]
         return sorted(idle, key=self._slab_bytes.__getitem__)
 
-    def take(self, nbytes: int) -> tuple[Span, ...] | None:
+    def take(self, nbytes: int) -> tuple[SlabRange, ...] | None:
         """Lend ``nbytes`` in whole granules: one span if any is large enough, else the fewest; None: too few free."""
         wanted = self.round_up(nbytes)
         if wanted < 1:
             raise ValueError(f"Arena.take: expected at least 1 byte, got {nbytes}")
         if wanted > self.free_bytes:
             return None
-        spans: list[Span] = []
+        spans: list[SlabRange] = []
         while wanted:
             # The smallest span that holds the rest, else the largest there is: large spans survive, pieces are few.
             at = min(bisect.bisect_left(self._free_by_size, (wanted, -1, -1)), len(self._free_by_size) - 1)
@@ -109,12 +109,12 @@ class Arena:
             self._forget_free(slab, start, size)
             if taken < size:
                 self._remember_free(slab, start + taken, size - taken)
-            spans.append(Span(slab, start, taken))
+            spans.append(SlabRange(slab, start, taken))
             wanted -= taken
         self._lent.update(spans)
         return tuple(spans)
 
-    def give(self, spans: tuple[Span, ...]) -> None:
+    def give(self, spans: tuple[SlabRange, ...]) -> None:
         """Take lent spans back. A span that is not lent is an error, and then nothing changes."""
         if len(set(spans)) != len(spans) or not self._lent.issuperset(spans):
             unknown = [span for span in spans if span not in self._lent]
@@ -123,12 +123,12 @@ class Arena:
         for span in spans:
             self._free(span.slab, span.start, span.nbytes)
 
-    def split(self, span: Span, nbytes: int) -> tuple[Span, Span]:
+    def split(self, span: SlabRange, nbytes: int) -> tuple[SlabRange, SlabRange]:
         """Cut a lent span in two that are lent; the first has ``nbytes``."""
         if span not in self._lent or not 0 < nbytes < span.nbytes or nbytes % self.granule_bytes:
             raise ValueError(f"Arena.split: cannot cut {nbytes} bytes off {span}; it must be lent and longer")
-        first = Span(span.slab, span.start, nbytes)
-        second = Span(span.slab, span.start + nbytes, span.nbytes - nbytes)
+        first = SlabRange(span.slab, span.start, nbytes)
+        second = SlabRange(span.slab, span.start + nbytes, span.nbytes - nbytes)
         self._lent.remove(span)
         self._lent.update((first, second))
         return first, second

@@ -32,7 +32,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from hyper_parallel.core.activation_checkpoint.adapter import Completion, DeviceBackend, Event, FlatBytes, Stream
-from hyper_parallel.core.activation_checkpoint.far.arena import Arena, Span
+from hyper_parallel.core.activation_checkpoint.far.arena import Arena, SlabRange
 from hyper_parallel.core.activation_checkpoint.far.disk_file import BLOCK_BYTES, SwapFile, copy_bytes, residue_of
 from hyper_parallel.core.activation_checkpoint.far.disk_workers import (
     WAIT_LIMIT_S,
@@ -416,7 +416,7 @@ class _Place:
 
     __slots__ = ("_nbytes", "is_released", "kept", "num_jobs", "phases", "residue_bytes", "spans", "state", "waiting")
 
-    def __init__(self, spans: tuple[Span, ...], nbytes: int) -> None:
+    def __init__(self, spans: tuple[SlabRange, ...], nbytes: int) -> None:
         self.spans = spans
         self._nbytes = nbytes
         self.state = _State.EMPTY

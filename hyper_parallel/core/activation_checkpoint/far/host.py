@@ -36,7 +36,7 @@ from hyper_parallel.core.activation_checkpoint.adapter import (
     Stream,
     StreamCompletion,
 )
-from hyper_parallel.core.activation_checkpoint.far.arena import Arena, Span
+from hyper_parallel.core.activation_checkpoint.far.arena import Arena, SlabRange
 from hyper_parallel.core.activation_checkpoint.far.tier import Lease, Refusal, TierStatistics
 from hyper_parallel.errors import FarMemoryError
 
@@ -277,7 +277,7 @@ class _Room:
 
     __slots__ = ("after", "backend", "nbytes", "spans")
 
-    def __init__(self, spans: tuple[Span, ...], after: Completion, backend: DeviceBackend) -> None:
+    def __init__(self, spans: tuple[SlabRange, ...], after: Completion, backend: DeviceBackend) -> None:
         self.spans = spans
         self.after = after
         self.backend = backend
@@ -312,7 +312,7 @@ class _Place:
         pool: _Pool,
         backend: DeviceBackend,
         nbytes: int,
-        spans: tuple[Span, ...],
+        spans: tuple[SlabRange, ...],
         room_after: tuple[Completion, ...],
     ) -> None:
         self.pool = pool
@@ -369,7 +369,7 @@ class _Pool:
         self._peak_used_bytes = max(self._peak_used_bytes, self.used_bytes)
         return _Place(self, backend, nbytes, spans, after)
 
-    def _take(self, backend: DeviceBackend, nbytes: int) -> tuple[tuple[Span, ...] | None, tuple[Completion, ...]]:
+    def _take(self, backend: DeviceBackend, nbytes: int) -> tuple[tuple[SlabRange, ...] | None, tuple[Completion, ...]]:
         """Free room alone, else with room under copies of this device; None exactly where both together are too few."""
         spans = self.arena.take(nbytes)
         return (spans, ()) if spans is not None else self._borrow(backend, self.arena.round_up(nbytes))
@@ -431,14 +431,14 @@ class _Pool:
 
     def _borrow(
         self, backend: DeviceBackend, wanted_bytes: int
-    ) -> tuple[tuple[Span, ...] | None, tuple[Completion, ...]]:
+    ) -> tuple[tuple[SlabRange, ...] | None, tuple[Completion, ...]]:
         """Room that is still under a copy, with the copies to order the next one after; the oldest first."""
         usable = self._orderable(backend)
         if sum(room.nbytes for room in usable) + self.arena.free_bytes < wanted_bytes:
             return None, ()
         # One of the same size costs one copy; in a steady step there is one.
         usable.sort(key=lambda room: room.nbytes != wanted_bytes)
-        spans: list[Span] = []
+        spans: list[SlabRange] = []
         after: list[Completion] = []
         left = wanted_bytes
         while left and usable:
@@ -462,8 +462,8 @@ class _Pool:
         """Room under copies that a stream of this device can be ordered after without waiting."""
         return [room for room in self.in_flight if room.backend is backend and type(room.after) is StreamCompletion]
 
-    def _cut(self, spans: tuple[Span, ...], nbytes: int) -> tuple[list[Span], tuple[Span, ...]]:
-        taken: list[Span] = []
+    def _cut(self, spans: tuple[SlabRange, ...], nbytes: int) -> tuple[list[SlabRange], tuple[SlabRange, ...]]:
+        taken: list[SlabRange] = []
         rest = list(spans)
         while rest and nbytes:
             span = rest.pop(0)

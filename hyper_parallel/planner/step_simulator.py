@@ -1,8 +1,8 @@
-"""One step, played: compute, the link out, the link back, and every byte on the device.
+"""Simulates one step: compute, the link out, the link back, and every byte on the device.
 
 It mirrors the engine. Memory follows the order in which the host issues work, because that is how a stream-ordered
-allocator counts it; time follows the device. So a copy that is done frees nothing by itself: bytes go when the window
-forces the oldest copy out, and then compute waits for that copy.
+allocator counts it; time follows the device. So the end of a copy frees nothing yet: bytes go when the window forces the
+oldest copy out, and then compute waits for that copy.
 
 Rules
 -----
@@ -25,46 +25,46 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
-from hyper_parallel.planner.plan import Corrections
-from hyper_parallel.planner.profile import EngineSettings, Link, Profile, Segment
-from hyper_parallel.planner.tape import (
+from hyper_parallel.planner.block_trace import (
     ADMIT,
     BASE,
     END,
-    EXPECT,
     FETCH,
     FREE,
     GRADIENTS,
     HEAD,
     LET_GO,
     PARTS,
+    PREFETCH,
     RELEASE,
     RUN,
     SWAP,
     WORK,
-    Anatomy,
+    BlockTrace,
     Choice,
-    Event,
-    Tape,
-    make_tape,
+    KindAnalysis,
+    TraceEvent,
+    make_block_trace,
 )
+from hyper_parallel.planner.plan import Corrections
+from hyper_parallel.planner.profile import EngineSettings, Link, Profile, Segment
 
-__all__ = ["Simulator", "Timeline"]
+__all__ = ["StepSimulator", "SimulatedStep"]
 
 # Where a record's bytes are.
 TAIL, LEAVING, FAR, COMING, CANCELLED, STUCK, GONE = range(7)
 
-_WRITING: Final = 12  # an event costs about this much more to write than to play
+_MAKING: Final = 12  # making an event costs this many times what simulating it costs
 _ON_DEVICE: Final = frozenset({TAIL, LEAVING, COMING, CANCELLED, STUCK})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Timeline:
-    """What one step came to."""
+class SimulatedStep:
+    """What one simulated step comes to."""
 
     peak_bytes: int
     peak_where: str
-    peak_parts: tuple[int, ...]  # by tape.PARTS; empty unless explained
+    peak_parts: tuple[int, ...]  # by block_trace.PARTS; empty unless explained
     step_seconds: float
     compute_seconds: float
     replay_seconds: float
@@ -81,8 +81,8 @@ class Timeline:
         return {name: nbytes for name, nbytes in zip(PARTS, self.peak_parts) if nbytes}
 
 
-class _Record:
-    """A swapped value while a step is played."""
+class _SimulatedRecord:
+    """A swapped value while a step is simulated."""
 
     __slots__ = ("far", "in_end", "is_read_locally", "is_wanted", "nbytes", "out_end", "ready", "state")
 
@@ -110,80 +110,80 @@ class _Lane:
         self.in_free = 0.0
 
 
-class Simulator:
-    """Plays steps of one profile; tapes are kept between plays."""
+class StepSimulator:
+    """Simulates steps of one profile; the traces of blocks are kept between steps."""
 
     def __init__(self, profile: Profile, corrections: Corrections | None = None) -> None:
         self.profile = profile
         self.corrections = corrections or Corrections()
-        self.anatomies = [Anatomy(kind) for kind in profile.kinds]
-        self.plays = 0
-        self.cost = 0  # events played, and what writing tapes costs in events
-        self._tapes: dict[tuple[int, Choice, int], Tape] = {}
+        self.analyses = [KindAnalysis(kind) for kind in profile.kinds]
+        self.simulations = 0
+        self.cost = 0  # events simulated, and what making traces costs in events
+        self._traces: dict[tuple[int, Choice, int], BlockTrace] = {}
 
-    def tape(self, block: int, choice: Choice) -> Tape:
-        """The tape of block number ``block`` with ``choice``."""
+    def trace(self, block: int, choice: Choice) -> BlockTrace:
+        """The trace of block number ``block`` with ``choice``."""
         row = self.profile.blocks[block]
         key = row.kind, choice, row.input_bytes
-        tape = self._tapes.get(key)
-        if tape is None:
+        trace = self._traces.get(key)
+        if trace is None:
             min_bytes = self.profile.engine.min_bytes
-            tape = make_tape(self.anatomies[row.kind], choice, input_bytes=row.input_bytes, min_bytes=min_bytes)
-            self._tapes[key] = tape
-            self.cost += _WRITING * tape.events
-        return tape
+            trace = make_block_trace(self.analyses[row.kind], choice, input_bytes=row.input_bytes, min_bytes=min_bytes)
+            self._traces[key] = trace
+            self.cost += _MAKING * trace.events
+        return trace
 
-    def play(self, choices: Sequence[Choice], settings: EngineSettings) -> Timeline:
+    def simulate(self, choices: Sequence[Choice], settings: EngineSettings) -> SimulatedStep:
         """One step with one choice per block. What the peak is made of is left out: see :meth:`explain`."""
-        self.plays += 1
-        tapes = [self.tape(block, choice) for block, choice in enumerate(choices)]
-        self.cost += sum(tape.events for tape in tapes)
-        return _Play(self, tapes, settings).run()
+        self.simulations += 1
+        traces = [self.trace(block, choice) for block, choice in enumerate(choices)]
+        self.cost += sum(trace.events for trace in traces)
+        return _Simulation(self, traces, settings).run()
 
-    def explain(self, choices: Sequence[Choice], settings: EngineSettings) -> Timeline:
+    def explain(self, choices: Sequence[Choice], settings: EngineSettings) -> SimulatedStep:
         """The same step, with the peak by its parts."""
-        tapes = [self.tape(block, choice) for block, choice in enumerate(choices)]
-        return _Explained(self, tapes, settings).run()
+        traces = [self.trace(block, choice) for block, choice in enumerate(choices)]
+        return _ExplainedSimulation(self, traces, settings).run()
 
 
-class _Play:
-    """The clock, the bytes and the records of one step."""
+class _Simulation:
+    """One step while it is simulated: the clock, the bytes and the records."""
 
-    def __init__(self, simulator: Simulator, tapes: list[Tape], settings: EngineSettings) -> None:
+    def __init__(self, simulator: StepSimulator, traces: list[BlockTrace], settings: EngineSettings) -> None:
         profile = simulator.profile
         self.profile = profile
         self.corrections = simulator.corrections
         self.scale = simulator.corrections.time_scale
-        self.tapes = tapes
+        self.traces = traces
         self.settings = settings
         self.now = 0.0
         self.live = profile.base.total
         self.peak = 0
         self.peak_where: tuple[str, int] = ("forward", -1)
         self.gradients = 0
-        self.records: list[list[_Record]] = []
-        self.tail: deque[_Record] = deque()
+        self.records: list[list[_SimulatedRecord]] = []
+        self.tail: deque[_SimulatedRecord] = deque()
         self.tail_bytes = 0
-        self.leaving: deque[_Record] = deque()
+        self.leaving: deque[_SimulatedRecord] = deque()
         self.leaving_bytes = 0
         self.lanes = [_Lane(profile.link, profile.far.host_bytes)]
         if profile.far.disk_link is not None:
             self.lanes.append(_Lane(profile.far.disk_link, profile.far.disk_bytes))
-        self.forecast: list[_Record] | None = None
+        self.forecast: list[_SimulatedRecord] | None = None
         self.next_load = 0
         self.ahead = 0
         self.out_bytes = self.in_bytes = self.moved_values = 0
 
-    def _move(self, part: int, nbytes: int) -> None:
+    def _add_bytes(self, part: int, nbytes: int) -> None:
         self.live += nbytes
 
-    def _look(self, phase: str, block: int, extra: int = 0, part: int = WORK) -> None:
+    def _check_peak(self, phase: str, block: int, extra: int = 0, part: int = WORK) -> None:
         """A moment that may be the peak, with ``extra`` bytes of ``part``."""
         if self.live + extra > self.peak:
             self.peak = self.live + extra
             self.peak_where = (phase, block)
 
-    def _run(self, event: Event, block: int) -> None:
+    def _run(self, event: TraceEvent, block: int) -> None:
         """Work, and bytes that come and go with it."""
         _, _, seconds, peak, net, _, _, phase = event
         if self.live + peak > self.peak:
@@ -192,43 +192,43 @@ class _Play:
         self.live += net
         self.now += seconds * self.scale
 
-    def _change(self, source: int, target: int, nbytes: int) -> None:
-        """Bytes that stay where they are are counted under another name."""
+    def _rename_bytes(self, source: int, target: int, nbytes: int) -> None:
+        """Bytes that stay on the device are counted under another part from now on."""
 
     # ------------------------------------------------------------------ the step
 
-    def run(self) -> Timeline:
+    def run(self) -> SimulatedStep:
         """Forward, backward, and the sum."""
         prologue, epilogue = self.profile.prologue, self.profile.epilogue
-        last = len(self.tapes)
+        last = len(self.traces)
         self._segment_forward(prologue, -1)
-        for block, tape in enumerate(self.tapes):
+        for block, trace in enumerate(self.traces):
             self.records.append([])
-            self._forward(block, tape)
+            self._forward(block, trace)
         self._segment_forward(epilogue, last)
         self._segment_backward(epilogue, last)
         for block in reversed(range(last)):
-            self._backward(block, self.tapes[block])
+            self._backward(block, self.traces[block])
         self._segment_backward(prologue, -1)
-        return self._timeline()
+        return self._result()
 
     def _segment_forward(self, segment: Segment, block: int) -> None:
         transient = segment.forward_transient_bytes
-        self._look("forward", block, max(transient, segment.kept_bytes), HEAD)
-        self._move(HEAD, segment.kept_bytes)
+        self._check_peak("forward", block, max(transient, segment.kept_bytes), HEAD)
+        self._add_bytes(HEAD, segment.kept_bytes)
         self.now += segment.forward_seconds * self.scale
 
     def _segment_backward(self, segment: Segment, block: int) -> None:
-        self._move(GRADIENTS, segment.gradient_bytes)
+        self._add_bytes(GRADIENTS, segment.gradient_bytes)
         self.gradients += segment.gradient_bytes
-        self._look("backward", block, segment.backward_transient_bytes, HEAD)
-        self._move(HEAD, -segment.kept_bytes)
+        self._check_peak("backward", block, segment.backward_transient_bytes, HEAD)
+        self._add_bytes(HEAD, -segment.kept_bytes)
         self.now += segment.backward_seconds * self.scale
 
-    def _forward(self, block: int, tape: Tape) -> None:
+    def _forward(self, block: int, trace: BlockTrace) -> None:
         records = self.records[block]
-        run, sizes = self._run, tape.records
-        for event in tape.forward:
+        run, sizes = self._run, trace.records
+        for event in trace.forward:
             what = event[0]
             if what == RUN:
                 run(event, block)
@@ -238,11 +238,11 @@ class _Play:
                 assert what == RELEASE, "nothing else happens in forward"
                 self._release(records[event[1]])
 
-    def _admit(self, nbytes: int, records: list[_Record]) -> None:
+    def _admit(self, nbytes: int, records: list[_SimulatedRecord]) -> None:
         """Rule 1."""
-        record = _Record(nbytes, self.now)
+        record = _SimulatedRecord(nbytes, self.now)
         records.append(record)
-        self._change(WORK, SWAP, nbytes)
+        self._rename_bytes(WORK, SWAP, nbytes)
         self.tail.append(record)
         self.tail_bytes += nbytes
         while self.tail_bytes > self.settings.tail_bytes:
@@ -252,7 +252,7 @@ class _Play:
         while self.leaving_bytes > self.settings.window_bytes:
             self._drop_oldest()
 
-    def _launch(self, record: _Record) -> None:
+    def _launch(self, record: _SimulatedRecord) -> None:
         """Rule 6, and the copy out."""
         for lane in self.lanes:
             if lane.used + record.nbytes <= lane.cap:
@@ -278,24 +278,24 @@ class _Play:
         self.now = max(self.now, record.out_end)
         record.state = FAR
         if not record.is_read_locally:
-            self._move(SWAP, -record.nbytes)
+            self._add_bytes(SWAP, -record.nbytes)
 
-    def _release(self, record: _Record) -> None:
+    def _release(self, record: _SimulatedRecord) -> None:
         record.is_read_locally = False
         if record.state == FAR:
-            self._move(SWAP, -record.nbytes)
+            self._add_bytes(SWAP, -record.nbytes)
 
-    def _backward(self, block: int, tape: Tape) -> None:
+    def _backward(self, block: int, trace: BlockTrace) -> None:
         records = self.records[block]
         run = self._run
         self.gradients += self.profile.kind_of(block).gradient_bytes
-        for event in tape.backward:
+        for event in trace.backward:
             what = event[0]
             if what == RUN:
                 run(event, block)
             elif what == FETCH:
                 self._fetch(records[event[1]])
-                self._look(event.phase, block)
+                self._check_peak(event.phase, block)
             elif what == LET_GO:
                 self._let_go(records[event[1]])
             elif what == FREE:
@@ -303,11 +303,11 @@ class _Play:
             elif what == END:
                 self._end(records[event[1]])
             else:
-                assert what == EXPECT, "nothing else happens in backward"
+                assert what == PREFETCH, "nothing else happens in backward"
                 self._prefetch()
-                self._look(event.phase, block)
+                self._check_peak(event.phase, block)
 
-    def _fetch(self, record: _Record) -> None:
+    def _fetch(self, record: _SimulatedRecord) -> None:
         """Rule 3: the value itself first, then what comes next."""
         if self.forecast is None:
             self._make_forecast()
@@ -327,8 +327,8 @@ class _Play:
     def _make_forecast(self) -> None:
         self.forecast = [
             self.records[block][record]
-            for block in reversed(range(len(self.tapes)))
-            for record in self.tapes[block].wanted
+            for block in reversed(range(len(self.traces)))
+            for record in self.traces[block].wanted
             if self.records[block][record].state in (LEAVING, FAR)
         ]
 
@@ -349,7 +349,7 @@ class _Play:
                     self.ahead += record.nbytes
             self.next_load += 1
 
-    def _load(self, record: _Record) -> None:
+    def _load(self, record: _SimulatedRecord) -> None:
         lane = record.far
         assert lane is not None, "a far record has a lane"
         link = lane.link
@@ -357,45 +357,45 @@ class _Play:
         lane.in_free = record.in_end = start + link.copy_seconds + record.nbytes / link.in_bytes_per_second
         record.state = COMING
         self.in_bytes += record.nbytes
-        self._move(SWAP, record.nbytes)
+        self._add_bytes(SWAP, record.nbytes)
 
-    def _let_go(self, record: _Record) -> None:
+    def _let_go(self, record: _SimulatedRecord) -> None:
         """Rule 5: a copy out that was called off is waited for."""
         if record.state == CANCELLED:
             self.now = max(self.now, record.out_end)
 
-    def _free(self, record: _Record) -> None:
-        """Nobody needs it any more; what has no far copy stays to the region's end."""
+    def _free(self, record: _SimulatedRecord) -> None:
+        """Nothing needs it any more; what has no far copy stays to the region's end."""
         if record.state in (COMING, CANCELLED):
             self._let_go(record)
-            self._move(SWAP, -record.nbytes)
+            self._add_bytes(SWAP, -record.nbytes)
             record.state = GONE
 
-    def _end(self, record: _Record) -> None:
+    def _end(self, record: _SimulatedRecord) -> None:
         if record.state in _ON_DEVICE:
             if record.far is not None:
                 self.now = max(self.now, record.out_end)
-            self._move(SWAP, -record.nbytes)
+            self._add_bytes(SWAP, -record.nbytes)
         record.state = GONE
 
     # ------------------------------------------------------------------ the sum
 
-    def _timeline(self) -> Timeline:
+    def _result(self) -> SimulatedStep:
         assert self.live == self.profile.base.total + self.gradients, "every byte of the step is returned"
         profile, host = self.profile, self.profile.host
         segments = (profile.prologue, profile.epilogue)
-        compute = sum(tape.compute_seconds for tape in self.tapes)
+        compute = sum(trace.compute_seconds for trace in self.traces)
         compute += sum(segment.forward_seconds + segment.backward_seconds for segment in segments)
         compute *= self.scale
-        replay = sum(tape.replay_seconds for tape in self.tapes) * self.scale
+        replay = sum(trace.replay_seconds for trace in self.traces) * self.scale
         exposed = max(0.0, self.now - compute - replay) * self.corrections.stall_cost
         issuing = (
             host.step_seconds
-            + host.region_op_seconds * sum(tape.region_ops for tape in self.tapes)
-            + host.replayed_op_seconds * sum(tape.replayed_ops for tape in self.tapes)
+            + host.region_op_seconds * sum(trace.region_ops for trace in self.traces)
+            + host.replayed_op_seconds * sum(trace.replayed_ops for trace in self.traces)
             + host.swap_seconds * self.moved_values
         )
-        return Timeline(
+        return SimulatedStep(
             peak_bytes=self.peak + self.corrections.peak_bytes,
             peak_where=self._where(),
             peak_parts=self._parts_at_peak(),
@@ -418,35 +418,35 @@ class _Play:
         phase, block = self.peak_where
         if block < 0:
             return f"{phase} of the prologue"
-        if block == len(self.tapes):
+        if block == len(self.traces):
             return f"{phase} of the head and loss"
         return f"{phase} of {self.profile.blocks[block].name}"
 
 
-class _Explained(_Play):
-    """The same, keeping account of what every byte is for."""
+class _ExplainedSimulation(_Simulation):
+    """The same, which also counts for every part of the peak how many bytes it has."""
 
-    def __init__(self, simulator: Simulator, tapes: list[Tape], settings: EngineSettings) -> None:
-        super().__init__(simulator, tapes, settings)
+    def __init__(self, simulator: StepSimulator, traces: list[BlockTrace], settings: EngineSettings) -> None:
+        super().__init__(simulator, traces, settings)
         self.parts = [0] * len(PARTS)
         self.parts[BASE] = simulator.profile.base.total
         self.peak_parts = list(self.parts)
 
-    def _move(self, part: int, nbytes: int) -> None:
-        super()._move(part, nbytes)
+    def _add_bytes(self, part: int, nbytes: int) -> None:
+        super()._add_bytes(part, nbytes)
         self.parts[part] += nbytes
 
-    def _change(self, source: int, target: int, nbytes: int) -> None:
+    def _rename_bytes(self, source: int, target: int, nbytes: int) -> None:
         self.parts[source] -= nbytes
         self.parts[target] += nbytes
 
-    def _look(self, phase: str, block: int, extra: int = 0, part: int = WORK) -> None:
+    def _check_peak(self, phase: str, block: int, extra: int = 0, part: int = WORK) -> None:
         if self.live + extra > self.peak:
             self.peak_parts = list(self.parts)
             self.peak_parts[part] += extra
-        super()._look(phase, block, extra, part)
+        super()._check_peak(phase, block, extra, part)
 
-    def _run(self, event: Event, block: int) -> None:
+    def _run(self, event: TraceEvent, block: int) -> None:
         if self.live + event.peak > self.peak:
             self.peak_parts = list(self.parts)
             for part, nbytes in event.peak_parts:

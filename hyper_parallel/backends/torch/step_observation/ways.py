@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from hyper_parallel.backends.torch.planner.blocks import BlockRef, Place, places_of
+from hyper_parallel.backends.torch.planner.blocks import BlockRef, ModuleLocation, locations_of
 from hyper_parallel.backends.torch.planner.plan_regions import apply_plan
 from hyper_parallel.backends.torch.planner.rule_regions import apply_rules
 from hyper_parallel.backends.torch.wrappers import checkpoint_wrapper, swap_wrapper
@@ -62,15 +62,15 @@ def in_one_way(model: nn.Module, blocks: Sequence[BlockRef], name: str, plan: Pl
         ) as applied:
             yield applied
         return
-    places: list[tuple[Place, nn.Module]] = []
+    locations: list[tuple[ModuleLocation, nn.Module]] = []
     try:
         if way.wrap is not None:
             for block in blocks:
                 wrapper = way.wrap(block.module)
-                for place in places_of(model, block.module):
-                    place.put(wrapper)
-                    places.append((place, block.module))
+                for location in locations_of(model, block.module):
+                    location.put(wrapper)
+                    locations.append((location, block.module))
         yield None
     finally:
-        for place, module in places:
-            place.put(module)
+        for location, module in locations:
+            location.put(module)

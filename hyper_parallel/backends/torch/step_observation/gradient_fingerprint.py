@@ -1,4 +1,4 @@
-"""All gradients of a model in one word, so that ways of running its step can be compared bit for bit."""
+"""A fingerprint of all gradients of a model, so that ways of running its step can be compared bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def add_gradients(digest: Any, model: nn.Module) -> None:  # digest: hashlib's
 
 
 class FirstGradients:
-    """Called after every step; looks at the first one's gradients, and from then on does nothing."""
+    """Called after every step; takes the fingerprint of the first step's gradients, and then does nothing."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

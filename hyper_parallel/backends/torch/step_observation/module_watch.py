@@ -1,4 +1,4 @@
-"""When blocks run: hooks on modules that note forward, replay and backward, and what the device holds then."""
+"""Hooks on modules that note when each block runs forward, replay and backward, and what the device holds then."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import nn
 
 from hyper_parallel.backends.torch.graph import is_in_backward
 from hyper_parallel.backends.torch.planner.blocks import BlockRef
-from hyper_parallel.backends.torch.planner.survey import note_backward
-from hyper_parallel.planner.run import Track
+from hyper_parallel.backends.torch.planner.survey import on_backward
+from hyper_parallel.records.work_span import Track
 
-__all__ = ["Mark", "Noted", "Watch"]
+__all__ = ["Mark", "ModuleRun", "ModuleWatch"]
 
 Mark = Any  # a meter's mark: torch.Event | float
 
 
 @dataclasses.dataclass
-class Noted:
+class ModuleRun:
     """One run of one module."""
 
     track: Track
@@ -28,7 +28,7 @@ class Noted:
     end: Mark = None
 
 
-class Watch:
+class ModuleWatch:
     """Hooks on every module of the blocks for one step; :meth:`remove` takes them off.
 
     A block's own run is its forward. Inside a backward the outermost module that runs is a replay, of a whole block or of a
@@ -36,11 +36,11 @@ class Watch:
     """
 
     def __init__(self, blocks: Sequence[BlockRef], meter: Any, *, reads_memory: bool) -> None:  # meter: planner's Meter
-        self.noted: list[Noted] = []
+        self.runs: list[ModuleRun] = []
         self.points: list[tuple[Mark, int, int]] = []  # (moment, peak since the moment before, bytes now)
         self._meter = meter
         self._reads_memory = reads_memory
-        self._open: list[tuple[nn.Module, Noted | None]] = []
+        self._open: list[tuple[nn.Module, ModuleRun | None]] = []
         self._handles: list[Any] = []  # torch.utils.hooks.RemovableHandle
         for block in blocks:
             for path, module in block.module.named_modules():
@@ -60,54 +60,54 @@ class Watch:
     def begins(self, module: nn.Module, name: str, *, is_block: bool, given: Any) -> None:
         """A module's forward begins, for the first time or again."""
         mark, in_backward = self.point(), is_in_backward()
-        noted = None
+        run = None
         if in_backward and not self._open:
-            noted = Noted(Track.REPLAY, name, mark)
+            run = ModuleRun(Track.REPLAY, name, mark)
         elif is_block and not in_backward:
-            noted = Noted(Track.FORWARD, name, mark)
-            self._note_backward_end(name, given)
-        self._open.append((module, noted))
-        if noted is not None:
-            self.noted.append(noted)
+            run = ModuleRun(Track.FORWARD, name, mark)
+            self._on_backward_end(name, given)
+        self._open.append((module, run))
+        if run is not None:
+            self.runs.append(run)
 
     def ends(self, module: nn.Module, name: str, *, is_block: bool, output: Any) -> None:
-        """It is over; modules that an early stop left open are over too."""
+        """A module's forward ended; modules inside it that an early stop left open ended with it."""
         mark = self.point()
         while self._open:
-            opened, noted = self._open.pop()
-            if noted is not None:
-                noted.end = mark
+            opened, run = self._open.pop()
+            if run is not None:
+                run.end = mark
             if opened is module:
                 break
         if is_block and output is not None and not is_in_backward():
-            note_backward(output, lambda _: self._backward_begins(name))
+            on_backward(output, lambda _: self._backward_begins(name))
 
     def _backward_begins(self, name: str) -> None:
-        if not any(noted.track is Track.BACKWARD and noted.name == name and noted.end is None for noted in self.noted):
-            self.noted.append(Noted(Track.BACKWARD, name, self.point()))
+        if not any(run.track is Track.BACKWARD and run.name == name and run.end is None for run in self.runs):
+            self.runs.append(ModuleRun(Track.BACKWARD, name, self.point()))
 
-    def _note_backward_end(self, name: str, given: Any) -> None:
+    def _on_backward_end(self, name: str, given: Any) -> None:
         def is_over(_: Any) -> None:
-            for noted in self.noted:
-                if noted.track is Track.BACKWARD and noted.name == name and noted.end is None:
-                    noted.end = self.point()
+            for run in self.runs:
+                if run.track is Track.BACKWARD and run.name == name and run.end is None:
+                    run.end = self.point()
 
-        note_backward(given, is_over)
+        on_backward(given, is_over)
 
     def remove(self) -> None:
-        """Take the hooks off; what never ended, ends now."""
+        """Take the hooks off; runs that never ended, end now."""
         for handle in self._handles:
             handle.remove()
         mark = self.point()
-        for noted in self.noted:
-            if noted.end is None:
-                noted.end = mark
+        for run in self.runs:
+            if run.end is None:
+                run.end = mark
 
 
 class _ModuleHook:
     """The two hooks of one module."""
 
-    def __init__(self, watch: Watch, name: str, *, is_block: bool) -> None:
+    def __init__(self, watch: ModuleWatch, name: str, *, is_block: bool) -> None:
         self._watch = watch
         self._name = name
         self._is_block = is_block

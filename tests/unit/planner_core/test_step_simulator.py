@@ -6,34 +6,34 @@ import dataclasses
 
 import pytest
 
+from hyper_parallel.planner.block_trace import LEFT_ALONE, Choice
 from hyper_parallel.planner.plan import Corrections
 from hyper_parallel.planner.profile import (
     BlockKind,
     Cut,
+    CutRegion,
     FarCaps,
     HostCost,
     Link,
     OpProfile,
     Profile,
-    RegionSpan,
     Segment,
 )
-from hyper_parallel.planner.tape import KEEP, Choice
-from hyper_parallel.planner.timeline import Simulator, Timeline
+from hyper_parallel.planner.step_simulator import SimulatedStep, StepSimulator
 
-from .small import KIND, SETTINGS, F, G, small_profile
+from .small import KIND, SETTINGS, F, G, short_choice, small_profile
 
 BASE, INPUT, VALUE, OUTPUT, TRANSIENT = 100, 3, 10, 4, 5
-RECOMPUTE, SAVE, SWAP = Choice(0, "s", "rr"), Choice(0, "s", "sr"), Choice(0, "s", "wr")
-SWAP_ALL = Choice(0, "w", "wr")
+RECOMPUTE, SAVE, SWAP = short_choice(0, "s", "rr"), short_choice(0, "s", "sr"), short_choice(0, "s", "wr")
+SWAP_ALL = short_choice(0, "w", "wr")
 
 
-def play(*choices: Choice, profile: Profile | None = None, settings=SETTINGS) -> Timeline:
-    return Simulator(profile or small_profile()).explain(choices, settings)
+def play(*choices: Choice, profile: Profile | None = None, settings=SETTINGS) -> SimulatedStep:
+    return StepSimulator(profile or small_profile()).explain(choices, settings)
 
 
 def test_left_alone() -> None:
-    line = play(KEEP, KEEP)
+    line = play(LEFT_ALONE, LEFT_ALONE)
     # The last block's backward begins: both inputs, both values.
     assert line.peak_bytes == BASE + 2 * INPUT + 2 * VALUE + TRANSIENT
     assert line.peak_where == "backward of blocks.1"
@@ -83,7 +83,7 @@ def test_past_the_window_compute_waits_for_the_oldest_copy() -> None:
 
 def test_a_copy_out_that_is_wanted_again_must_still_end_before_its_bytes_go() -> None:
     slow = Link(out_bytes_per_second=1.0, in_bytes_per_second=1000.0)
-    line = play(KEEP, SWAP, profile=small_profile(link=slow))
+    line = play(LEFT_ALONE, SWAP, profile=small_profile(link=slow))
     # Out from 3 to 13 s; forward ends at 4 s, the replay is empty, and then our reference goes.
     assert line.exposed_seconds == pytest.approx(13 - 4)
     assert line.in_bytes == 0
@@ -150,18 +150,18 @@ def test_two_regions_hold_one_half_at_a_time() -> None:
     ops = (dataclasses.replace(F, kept_by=(1,)), middle, last)
     halves = Cut(
         regions=(
-            RegionSpan(module="a", first_op=0, stop_op=1),
-            RegionSpan(module="b", first_op=1, stop_op=3, inputs=(0,)),
+            CutRegion(module="a", first_op=0, stop_op=1),
+            CutRegion(module="b", first_op=1, stop_op=3, inputs=(0,)),
         )
     )
-    whole = Cut(regions=(RegionSpan(module="", first_op=0, stop_op=3),))
+    whole = Cut(regions=(CutRegion(module="", first_op=0, stop_op=3),))
     kind = BlockKind(name="Block", ops=ops, cuts=(whole, halves), backward_seconds=6.0, input_kept_by=(0,))
     profile = small_profile(blocks=1, kind=kind, link=Link(out_bytes_per_second=1e6, in_bytes_per_second=1e6))
     settings = dataclasses.replace(SETTINGS, window_bytes=0, prefetch_bytes=0)
-    one = play(Choice(0, "s", "rrr"), profile=profile)
+    one = play(short_choice(0, "s", "rrr"), profile=profile)
     assert one.peak_bytes == BASE + INPUT + 2 * VALUE + TRANSIENT
     assert one.replay_seconds == pytest.approx(2.0)
-    two = play(Choice(1, "sw", "rrr"), profile=profile, settings=settings)
+    two = play(short_choice(1, "sw", "rrr"), profile=profile, settings=settings)
     # b's replay: its input came back, h is made again; a's value is b's input and not made again.
     assert two.peak_bytes == BASE + INPUT + 2 * VALUE + TRANSIENT
     assert two.replay_seconds == pytest.approx(1.0)
@@ -173,7 +173,7 @@ def test_a_view_belongs_to_the_value_behind_it() -> None:
     last = dataclasses.replace(G, inputs=(1,))
     ops = (dataclasses.replace(F, kept_by=(2,)), view, last)
     kind = BlockKind(name="Block", ops=ops, backward_seconds=4.0, input_kept_by=(0,))
-    line = play(Choice(0, "s", "wrr"), Choice(0, "s", "wrr"), profile=small_profile(kind=kind))
+    line = play(short_choice(0, "s", "wrr"), short_choice(0, "s", "wrr"), profile=small_profile(kind=kind))
     same = play(SWAP, SWAP)
     assert (line.peak_bytes, line.step_seconds) == (same.peak_bytes, same.step_seconds)
 
@@ -189,7 +189,7 @@ def test_the_head_frees_its_bytes_before_the_blocks_run_backward() -> None:
 
 def test_gradients_that_the_step_makes_stay() -> None:
     kind = dataclasses.replace(KIND, gradient_bytes=20)
-    line = play(KEEP, KEEP, profile=small_profile(kind=kind))
+    line = play(LEFT_ALONE, LEFT_ALONE, profile=small_profile(kind=kind))
     # Block 0's backward: its own input and value, and both blocks' gradients.
     assert line.peak_bytes == BASE + 2 * 20 + INPUT + VALUE + TRANSIENT
     assert line.peak_where == "backward of blocks.0"
@@ -198,13 +198,13 @@ def test_gradients_that_the_step_makes_stay() -> None:
 def test_where_only_the_blocks_transient_bytes_are_known_they_stand_at_its_start() -> None:
     ops = tuple(dataclasses.replace(op, backward_bytes=0) for op in (F, G))
     kind = dataclasses.replace(KIND, ops=ops, backward_transient_bytes=8)
-    assert play(KEEP, KEEP, profile=small_profile(kind=kind)).peak_bytes == BASE + 2 * (INPUT + VALUE) + 8
+    assert play(LEFT_ALONE, LEFT_ALONE, profile=small_profile(kind=kind)).peak_bytes == BASE + 2 * (INPUT + VALUE) + 8
 
 
 def test_the_host_can_be_the_slower_one() -> None:
     host = HostCost(step_seconds=11.0, region_op_seconds=0.5, replayed_op_seconds=1.0, swap_seconds=0.25)
     profile = small_profile(host=host)
-    assert play(KEEP, KEEP, profile=profile).step_seconds == pytest.approx(12.0)
+    assert play(LEFT_ALONE, LEFT_ALONE, profile=profile).step_seconds == pytest.approx(12.0)
     assert play(RECOMPUTE, RECOMPUTE, profile=profile).step_seconds == pytest.approx(11 + 4 * 0.5 + 2 * 1.0)
     assert play(SWAP, SWAP, profile=profile).host_seconds == pytest.approx(11 + 4 * 0.5 + 2 * 0.25)
 
@@ -212,19 +212,19 @@ def test_the_host_can_be_the_slower_one() -> None:
 def test_corrections_shift_the_peak_and_scale_the_work() -> None:
     corrections = Corrections(peak_bytes=17, time_scale=2.0, stall_cost=0.5)
     profile = small_profile(link=Link(out_bytes_per_second=1.25, in_bytes_per_second=1000.0))
-    line = Simulator(profile, corrections).explain((SWAP, SWAP), SETTINGS)
+    line = StepSimulator(profile, corrections).explain((SWAP, SWAP), SETTINGS)
     assert line.compute_seconds == pytest.approx(24.0)
     # Out from 2 to 10 s, the window is full at 6 s; the second copy ends at 18 s, forward and the empty replay at 12 s.
     assert line.exposed_seconds == pytest.approx(0.5 * (4 + 6))
-    plain = Simulator(profile).explain((SWAP, SWAP), SETTINGS)
+    plain = StepSimulator(profile).explain((SWAP, SWAP), SETTINGS)
     assert line.peak_bytes == plain.peak_bytes + 17
     assert sum(line.peak_parts) == line.peak_bytes
 
 
 def test_playing_and_explaining_agree() -> None:
-    simulator = Simulator(small_profile(blocks=3))
-    for choices in ((KEEP, RECOMPUTE, SWAP), (SWAP_ALL, SAVE, KEEP), (SWAP, SWAP_ALL, SWAP)):
-        played, explained = simulator.play(choices, SETTINGS), simulator.explain(choices, SETTINGS)
+    simulator = StepSimulator(small_profile(blocks=3))
+    for choices in ((LEFT_ALONE, RECOMPUTE, SWAP), (SWAP_ALL, SAVE, LEFT_ALONE), (SWAP, SWAP_ALL, SWAP)):
+        played, explained = simulator.simulate(choices, SETTINGS), simulator.explain(choices, SETTINGS)
         assert dataclasses.replace(explained, peak_parts=()) == played
 
 
@@ -233,5 +233,5 @@ def test_an_input_that_no_recorded_op_reads_is_released_once() -> None:
     unseen = dataclasses.replace(KIND, ops=(dataclasses.replace(F, inputs=()), G), input_kept_by=())
     profile = small_profile(kind=unseen)
     settings = dataclasses.replace(profile.engine, window_bytes=0)
-    line = Simulator(profile).play((Choice(0, "w", "rr"),) * 2, settings)
+    line = StepSimulator(profile).simulate((short_choice(0, "w", "rr"),) * 2, settings)
     assert line.out_bytes == 6

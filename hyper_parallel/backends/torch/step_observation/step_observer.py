@@ -1,4 +1,4 @@
-"""A few steps timed undisturbed, then one with eyes: the record of one way of running a model's step.
+"""Observes a model's step in one way of running it: a few steps are timed undisturbed, then one is watched closely.
 
 Memory over time
 ----------------
@@ -20,24 +20,26 @@ import torch
 from hyper_parallel._version import __version__
 from hyper_parallel.backends.torch.planner.blocks import BlockRef, device_of, find_blocks, require_module
 from hyper_parallel.backends.torch.planner.meters import meter_for
-from hyper_parallel.backends.torch.recording.host import PERIOD_S, HostMeter, Sampler
-from hyper_parallel.backends.torch.recording.watch import Watch
+from hyper_parallel.backends.torch.step_observation.host_memory import PERIOD_S, HostMeter, HostSampler
+from hyper_parallel.backends.torch.step_observation.module_watch import ModuleWatch
 from hyper_parallel.core.activation_checkpoint.far.disk_workers import DiskCompletion
 from hyper_parallel.core.activation_checkpoint.record import Record
 from hyper_parallel.core.activation_checkpoint.statistics import SwapStats
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
-from hyper_parallel.core.activation_checkpoint.timing import Span
-from hyper_parallel.planner.profile import Versions
-from hyper_parallel.planner.run import Curve, FateTotal, RecordedFate, StepRecord, Track, WorkSpan
+from hyper_parallel.core.activation_checkpoint.timing import LinkSpan
+from hyper_parallel.fates import Fate
+from hyper_parallel.records.run_record import FateTotal, MemoryCurve, StepRecord
+from hyper_parallel.records.versions import Versions
+from hyper_parallel.records.work_span import Track, WorkSpan
 
-__all__ = ["Recorder", "find_recorded_blocks", "versions_of"]
+__all__ = ["StepObserver", "find_observed_blocks", "versions_of"]
 
 _MOST_POINTS: Final = 1500  # of a drawn curve; more than any screen has
 _REST: Final = "activations and workspace"
 
 
-def find_recorded_blocks(model: Any, patterns: str | Sequence[str] | None = None) -> list[BlockRef]:
-    """The blocks of a model that nothing was applied to yet."""
+def find_observed_blocks(model: Any, patterns: str | Sequence[str] | None = None) -> list[BlockRef]:
+    """The blocks of a model to which nothing was applied yet."""
     return find_blocks(require_module(model, "record"), patterns, who="record")
 
 
@@ -58,8 +60,8 @@ def versions_of(model: Any) -> Versions:
     )
 
 
-class Recorder:
-    """Records the step of one model, in whatever way it is run now.
+class StepObserver:
+    """Observes the step of one model, in whatever way it is run now; the answer is a step record.
 
     ``base`` names bytes that are there whatever the step does, beside weights and gradients: the process itself.
     """
@@ -76,15 +78,15 @@ class Recorder:
 
     @property
     def memory_kind(self) -> str:
-        """What the recorded bytes are."""
+        """What the bytes of its records are."""
         if self._is_host:
             return "resident memory of the process"
         return "simulated device memory" if self._meter.is_simulated else "device memory"
 
-    def record(
+    def observe(
         self, name: str, *, what: str = "", warmup: int = 1, steps: int = 2, after: Callable[[Any], None] | None = None
     ) -> StepRecord:
-        """Run ``warmup + steps + 1`` steps. ``after`` is told each step's result, outside the timing."""
+        """Run ``warmup + steps + 1`` steps. ``after`` is called with each step's result, outside the timing."""
         for _ in range(warmup):
             self._run(after)
         gc.collect()
@@ -95,14 +97,14 @@ class Recorder:
         self._meter.wait()
         peak = self._meter.peak_bytes()
         counted = SwapManager().stats()
-        seen = _Seen(self._meter, self._blocks, is_host=self._is_host)
-        with seen.recording():
+        watched = _WatchedStep(self._meter, self._blocks, is_host=self._is_host)
+        with watched.running():
             result = self._step()
         if after is not None:
             after(result)
-        memory = seen.curve()
+        memory = watched.curve()
         peak = max(peak, *memory.nbytes) if memory.nbytes else peak
-        spans = seen.spans()
+        spans = watched.spans()
         stalled = sum(span.end_us - span.start_us for span in spans if span.track is Track.STALL) / 1e6
         exposed = (counted.exposed_copy_us - before.exposed_copy_us) / 1e6 / steps
         return StepRecord(
@@ -152,29 +154,32 @@ class Recorder:
         return ()
 
 
-class _Seen:
-    """One step with eyes."""
+class _WatchedStep:
+    """One step that runs with module hooks, copies and memory being run."""
 
     def __init__(self, meter: Any, blocks: Sequence[BlockRef], *, is_host: bool) -> None:  # meter: planner's Meter
         self._meter = meter
         self._blocks = blocks
         self._is_host = is_host
         self._base: Any = None
-        self._watch: Watch | None = None
-        self._sampler: Sampler | None = None
+        self._watch: ModuleWatch | None = None
+        self._sampler: HostSampler | None = None
         self._copies: list[tuple[Track, int, DiskCompletion]] = []
-        self._spans: list[Span] = []
+        self._spans: list[LinkSpan] = []
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
         """The step runs inside."""
         manager = SwapManager()
-        outer, self._watch = manager.counters.trace, Watch(self._blocks, self._meter, reads_memory=not self._is_host)
+        outer, self._watch = (
+            manager.counters.trace,
+            ModuleWatch(self._blocks, self._meter, reads_memory=not self._is_host),
+        )
         try:
             with contextlib.ExitStack() as stack:
                 if self._is_host:
-                    manager.counters.trace = self._note_copy
-                    self._sampler = stack.enter_context(Sampler())
+                    manager.counters.trace = self._add_copy
+                    self._sampler = stack.enter_context(HostSampler())
                 else:
                     self._spans = stack.enter_context(manager.record_timeline())
                 self._base = self._meter.mark()
@@ -188,7 +193,7 @@ class _Seen:
             self._watch.remove()
             self._meter.wait()
 
-    def _note_copy(self, what: str, record: Record) -> None:
+    def _add_copy(self, what: str, record: Record) -> None:
         completion = {"offload": record.out, "load": record.back}.get(what)
         if isinstance(completion, DiskCompletion):
             track = Track.COPY_OUT if what == "offload" else Track.COPY_BACK
@@ -197,9 +202,9 @@ class _Seen:
     def _us(self, mark: Any) -> float:
         return float(self._meter.seconds(self._base, mark)) * 1e6
 
-    def curve(self) -> Curve:
+    def curve(self) -> MemoryCurve:
         """Memory over the step."""
-        assert self._watch is not None, "recorded"
+        assert self._watch is not None, "the step ran"
         if self._sampler is not None:
             points = [(max(0.0, (at - self._base) * 1e6), nbytes) for at, nbytes in self._sampler.memory]
         else:
@@ -209,14 +214,14 @@ class _Seen:
                 points += [(at, max(peak, now)), (at, now)] if peak > now else [(at, now)]
         points.sort(key=lambda point: point[0])
         points = _thinned(points)
-        return Curve(times_us=tuple(round(at, 1) for at, _ in points), nbytes=tuple(nbytes for _, nbytes in points))
+        return MemoryCurve(
+            times_us=tuple(round(at, 1) for at, _ in points), nbytes=tuple(nbytes for _, nbytes in points)
+        )
 
     def spans(self) -> tuple[WorkSpan, ...]:
         """Work, copies and waits, by their start."""
-        assert self._watch is not None, "recorded"
-        found = [
-            _span(noted.track, self._us(noted.start), self._us(noted.end), noted.name) for noted in self._watch.noted
-        ]
+        assert self._watch is not None, "the step ran"
+        found = [_span(run.track, self._us(run.start), self._us(run.end), run.name) for run in self._watch.runs]
         base = self._base
         for track, nbytes, completion in self._copies:
             if completion.is_done() and completion.end_us >= completion.start_us > 0:
@@ -248,7 +253,7 @@ def _thinned(points: list[tuple[float, int]]) -> list[tuple[float, int]]:
     return kept
 
 
-def _where(memory: Curve, spans: Sequence[WorkSpan]) -> str:
+def _where(memory: MemoryCurve, spans: Sequence[WorkSpan]) -> str:
     """What ran when the curve was highest."""
     if not memory.nbytes:
         return ""
@@ -272,12 +277,11 @@ def _bytes_of(tensors: Any) -> int:
 
 def _fates(before: SwapStats, after: SwapStats, steps: int) -> tuple[FateTotal, ...]:
     rows = [
-        (RecordedFate.SWAPPED, "", after.swapped_out_bytes - before.swapped_out_bytes),
-        (RecordedFate.SAVED, "policy", after.saved_bytes - before.saved_bytes),
-        (RecordedFate.RECOMPUTED, "", after.recomputed_bytes - before.recomputed_bytes),
+        (Fate.SWAP, "", after.swapped_out_bytes - before.swapped_out_bytes),
+        (Fate.SAVE, "", after.saved_bytes - before.saved_bytes),
+        (Fate.RECOMPUTE, "", after.recomputed_bytes - before.recomputed_bytes),
     ]
     rows += [
-        (RecordedFate.KEPT, reason, nbytes - before.kept_bytes.get(reason, 0))
-        for reason, nbytes in after.kept_bytes.items()
+        (Fate.SAVE, reason, nbytes - before.kept_bytes.get(reason, 0)) for reason, nbytes in after.kept_bytes.items()
     ]
     return tuple(FateTotal(fate=fate, reason=reason, nbytes=n // steps) for fate, reason, n in rows if n >= steps)

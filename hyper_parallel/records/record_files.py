@@ -17,8 +17,10 @@ import stat
 import tempfile
 import types
 import typing
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias, TypeVar
 
 from hyper_parallel.errors import PlanError
 
@@ -66,7 +68,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def from_json(kind: Any, data: Any, *, where: str) -> Any:
-    """A value of type ``kind`` out of JSON values; ``where`` is the path that an error speaks of."""
+    """A value of type ``kind`` out of JSON values; ``where`` is the path that an error names."""
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):
         (inner,) = (part for part in typing.get_args(kind) if part is not type(None))
@@ -158,8 +160,16 @@ def _text_of(target: Path, what: str) -> str:
         raise PlanError(f"{what}.load: {target} is not a {what} that can be read: {error}") from None
 
 
-def load_record(kind: type[T], path: str | os.PathLike[str], *, schema: str) -> T:
-    """Read what :func:`save_record` wrote."""
+Upgrade: TypeAlias = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def load_record(
+    kind: type[T], path: str | os.PathLike[str], *, schema: str, older: Mapping[str, Upgrade] = MappingProxyType({})
+) -> T:
+    """Read what :func:`save_record` wrote.
+
+    ``older``: schemas of earlier versions, each with a function that turns its JSON object into one of ``schema``.
+    """
     what = kind.__name__
     target = Path(path)
     text = _text_of(target, what)
@@ -167,7 +177,10 @@ def load_record(kind: type[T], path: str | os.PathLike[str], *, schema: str) -> 
         data = json.loads(text)
         require(isinstance(data, dict), f"expected an object, got {_short(data)}")
         found = data.pop("schema", None)
-        require(found == schema, f"schema is {found!r}, this version reads {schema!r}")
+        if isinstance(found, str) and found in older:
+            data = older[found](data)
+        else:
+            require(found == schema, f"schema is {found!r}, this version reads {schema!r}")
         return typing.cast(T, from_json(kind, data, where=what))
     except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise PlanError(

@@ -1,61 +1,37 @@
-"""What was recorded of a run: the record that measuring writes and the report prints.
+"""What was measured of a run: the record that measuring writes and the report renders.
 
-A run is one model and one machine, and the step in one or several ways (left alone, replayed, swapped, planned). Times are
+A run is one model on one machine, and its step in one or several ways (left alone, replayed, swapped, planned). Times are
 microseconds from the start of the recorded step; on an accelerator they are the device's, elsewhere the host's.
+
+Older files
+-----------
+Schema 1 had a fate of its own for values that stayed ("kept") and called the prediction of a plan ``forecast``.
+Both schemas are read; files are written with schema 2.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import os
-from typing import Final
+from typing import Any, Final
 
-from hyper_parallel.planner.profile import Versions
-from hyper_parallel.planner.records import load_record, require, save_record
+from hyper_parallel.fates import Fate
+from hyper_parallel.records.prediction import Prediction
+from hyper_parallel.records.record_files import load_record, require, save_record
+from hyper_parallel.records.versions import Versions
+from hyper_parallel.records.work_span import WorkSpan
 
-__all__ = [
-    "PROCESS_PART",
-    "Curve",
-    "FateTotal",
-    "Forecasted",
-    "OpTotal",
-    "RecordedFate",
-    "RunRecord",
-    "StepRecord",
-    "Track",
-    "WorkSpan",
-]
+__all__ = ["PROCESS_PART", "FateTotal", "MemoryCurve", "OpTotal", "RunRecord", "StepRecord"]
 
-SCHEMA: Final = "hyper_parallel.run/1"
-STEP_SCHEMA: Final = "hyper_parallel.step/1"
+SCHEMA: Final = "hyper_parallel.run/2"
+STEP_SCHEMA: Final = "hyper_parallel.step/2"
 MOST_POINTS: Final = 20_000
 MOST_STEPS: Final = 64
 PROCESS_PART: Final = "process without the model"  # of a peak that is a whole process's memory
 
 
-class Track(str, enum.Enum):
-    """The line of the timeline that something is drawn on."""
-
-    FORWARD = "forward"
-    REPLAY = "replay"
-    BACKWARD = "backward"
-    STALL = "stall"  # compute waits for a copy
-    COPY_OUT = "copy out"
-    COPY_BACK = "copy back"
-
-
-class RecordedFate(str, enum.Enum):
-    """What became of saved values, as the engine counted it."""
-
-    SAVED = "saved"  # stayed because a policy or plan said so
-    RECOMPUTED = "recomputed"
-    SWAPPED = "swapped"
-    KEPT = "kept"  # could have left and stayed; the reason says why
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Curve:
+class MemoryCurve:
     """Memory over the recorded step."""
 
     times_us: tuple[float, ...] = ()
@@ -64,35 +40,24 @@ class Curve:
     def __post_init__(self) -> None:
         require(
             len(self.times_us) == len(self.nbytes) <= MOST_POINTS,
-            f"Curve: {len(self.times_us)} times and {len(self.nbytes)} values; one each, {MOST_POINTS} at most",
+            f"MemoryCurve: {len(self.times_us)} times and {len(self.nbytes)} values; one each, {MOST_POINTS} at most",
         )
         require(
             all(before <= after for before, after in zip(self.times_us, self.times_us[1:])),
-            "Curve.times_us: does not rise",
+            "MemoryCurve.times_us: does not rise",
         )
-        require(min(self.nbytes, default=0) >= 0, "Curve.nbytes: has a negative value")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WorkSpan:
-    """Something that took time."""
-
-    track: Track
-    name: str = ""
-    start_us: float
-    end_us: float
-    nbytes: int = 0
-
-    def __post_init__(self) -> None:
-        require(self.start_us <= self.end_us, f"WorkSpan {self.name!r}: ends at {self.end_us}, before {self.start_us}")
-        require(self.nbytes >= 0, f"WorkSpan {self.name!r}: {self.nbytes} bytes is negative")
+        require(min(self.nbytes, default=0) >= 0, "MemoryCurve.nbytes: has a negative value")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FateTotal:
-    """Bytes of one fate and one reason, per step."""
+    """Bytes of one fate and one reason, per step.
 
-    fate: RecordedFate
+    A value that stays because a policy or plan says so is ``SAVE`` without a reason. One that could have left and stayed is
+    ``SAVE`` with the reason that the engine counted.
+    """
+
+    fate: Fate
     reason: str = ""
     nbytes: int
 
@@ -124,21 +89,6 @@ class OpTotal:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Forecasted:
-    """What a plan said of the step before it ran."""
-
-    budget_bytes: int
-    peak_bytes: int
-    peak_where: str
-    peak_parts: dict[str, int]
-    step_seconds: float
-    compute_seconds: float
-    replay_seconds: float
-    exposed_seconds: float
-    swapped_out_bytes: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepRecord:
     """The step, run one way."""
 
@@ -153,11 +103,11 @@ class StepRecord:
     exposed_seconds: float = 0.0  # compute waiting for copies, per step
     losses: tuple[float, ...] = ()
     gradients: str = ""  # a fingerprint of every gradient of every step
-    memory: Curve = Curve()
+    memory: MemoryCurve = MemoryCurve()
     spans: tuple[WorkSpan, ...] = ()
     fates: tuple[FateTotal, ...] = ()
     ops: tuple[OpTotal, ...] = ()
-    forecast: Forecasted | None = None
+    predicted: Prediction | None = None  # what the plan that it ran under said before
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -185,7 +135,7 @@ class StepRecord:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> StepRecord:
         """Read what :meth:`save` wrote."""
-        return load_record(cls, path, schema=STEP_SCHEMA)
+        return load_record(cls, path, schema=STEP_SCHEMA, older={"hyper_parallel.step/1": _step_from_schema_1})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -207,6 +157,16 @@ class RunRecord:
         names = [step.name for step in self.steps]
         require(len(set(names)) == len(names), f"RunRecord.steps: names must differ, got {', '.join(names)}")
 
+    @property
+    def budget_line_bytes(self) -> int | None:
+        """Where the budget lies among whole-process peaks: above what the process holds without the model."""
+        return None if self.budget_bytes is None else self.budget_bytes + self.steps[-1].process_bytes
+
+    def are_gradients_equal(self, step: StepRecord) -> bool | None:
+        """Whether a way of running gave the first way's gradients, bit for bit; None: they were not compared."""
+        first = self.steps[0]
+        return step.gradients == first.gradients if step.gradients and first.gradients else None
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON."""
         save_record(self, path, schema=SCHEMA)
@@ -214,4 +174,33 @@ class RunRecord:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RunRecord:
         """Read what :meth:`save` wrote."""
-        return load_record(cls, path, schema=SCHEMA)
+        return load_record(cls, path, schema=SCHEMA, older={"hyper_parallel.run/1": _run_from_schema_1})
+
+
+# ---------------------------------------------------------------------- schema 1
+
+_FATES_OF_SCHEMA_1: Final = {"saved": "save", "swapped": "swap", "recomputed": "recompute", "kept": "save"}
+
+
+def _run_from_schema_1(data: dict[str, Any]) -> dict[str, Any]:
+    """The JSON object of a run of schema 1 as schema 2 has it; what is malformed is left for the reader to refuse."""
+    steps = data.get("steps")
+    if isinstance(steps, list):
+        data["steps"] = [_step_from_schema_1(step) if isinstance(step, dict) else step for step in steps]
+    return data
+
+
+def _step_from_schema_1(data: dict[str, Any]) -> dict[str, Any]:
+    """The same for one step."""
+    forecast = data.pop("forecast", None)
+    if isinstance(forecast, dict):
+        forecast.pop("budget_bytes", None)  # the run has it
+    if forecast is not None:
+        data["predicted"] = forecast
+    fates = data.get("fates")
+    for total in fates if isinstance(fates, list) else ():
+        if isinstance(total, dict) and isinstance(total.get("fate"), str):
+            if total["fate"] == "saved":
+                total.pop("reason", None)  # it was always "policy"
+            total["fate"] = _FATES_OF_SCHEMA_1.get(total["fate"], total["fate"])
+    return data

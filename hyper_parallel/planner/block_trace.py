@@ -1,7 +1,7 @@
-"""One block with given fates, written down as the moments that matter: work, bytes that come and go, values that leave.
+"""The trace of one block with given fates: work, bytes that come and go, and values that leave, in order.
 
-A tape is made once for each (kind, choice) and played many times; what depends on other blocks (the link, the window,
-the tail) is left to ``timeline``. Everything between two such moments is one ``RUN`` with its own inner peak.
+A trace is made once for each (kind, choice) and simulated many times; what depends on other blocks (the link, the window,
+the tail) is left to ``step_simulator``. Everything between two such moments is one ``RUN`` with its own inner peak.
 
 How long bytes live
 -------------------
@@ -10,7 +10,7 @@ left alone, kept by autograd    forward of its op ... backward of the earliest o
 local                           forward of its op ... its last reader
 saved in a region               forward of its op ... end of the region's backward (entries are not consumed)
 input of a region               forward of its maker ... end of the region's backward
-swapped                         a record: see ``timeline``; after its replay it lives on while autograd holds it
+swapped                         a record: see ``step_simulator``; after its replay it lives on while autograd holds it
 recomputed                      its replay ... backward of the earliest op of the region that holds it
 ==============================  =====================================================================================
 """
@@ -21,9 +21,10 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from hyper_parallel.planner.profile import BLOCK_INPUT, BlockKind, RegionSpan
+from hyper_parallel.fates import Fate
+from hyper_parallel.planner.profile import BLOCK_INPUT, BlockKind, CutRegion
 
-__all__ = ["KEEP", "PARTS", "Anatomy", "Choice", "Event", "Tape", "make_tape"]
+__all__ = ["LEFT_ALONE", "PARTS", "KindAnalysis", "Choice", "TraceEvent", "BlockTrace", "make_block_trace"]
 
 # The peak by what it is made of. The order is that of the vectors below.
 PARTS: Final = (
@@ -38,24 +39,24 @@ PARTS: Final = (
 )
 BASE, ALONE, SAVED, INPUTS, SWAP, WORK, GRADIENTS, HEAD = range(len(PARTS))
 
-# What a tape is made of.
-RUN, ADMIT, RELEASE, EXPECT, FETCH, LET_GO, FREE, END = range(8)
+# The kinds of event that a trace is made of.
+RUN, ADMIT, RELEASE, PREFETCH, FETCH, LET_GO, FREE, END = range(8)
 
 FORWARD, REPLAY, BACKWARD = "forward", "replay", "backward"
 
 
 class Choice(NamedTuple):
-    """The fates of one block. One letter per op: ``r`` recompute, ``s`` save, ``w`` swap; one per region for its input."""
+    """What becomes of one block under one cut into regions."""
 
-    cut: int
-    inputs: str
-    fates: str
-
-
-KEEP: Final = Choice(-1, "", "")  # left alone
+    cut: int  # index into BlockKind.cuts; -1: the block is left alone
+    inputs: tuple[Fate, ...]  # of each region's input
+    fates: tuple[Fate, ...]  # of each op's output
 
 
-class Event(NamedTuple):
+LEFT_ALONE: Final = Choice(-1, (), ())
+
+
+class TraceEvent(NamedTuple):
     """One moment. ``RUN`` uses all fields, the others ``record``."""
 
     what: int
@@ -69,11 +70,11 @@ class Event(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Tape:
-    """A block, ready to be played."""
+class BlockTrace:
+    """A block, ready to be simulated."""
 
-    forward: tuple[Event, ...]
-    backward: tuple[Event, ...]
+    forward: tuple[TraceEvent, ...]
+    backward: tuple[TraceEvent, ...]
     records: tuple[int, ...]  # bytes of each swapped value
     wanted: tuple[int, ...]  # records in the order backward asks for them
     compute_seconds: float
@@ -83,8 +84,8 @@ class Tape:
     events: int  # how long it is
 
 
-class Anatomy:
-    """What a kind's ops say about each other, worked out once."""
+class KindAnalysis:
+    """Which ops of a kind read, share and keep which values; worked out once for each kind."""
 
     def __init__(self, kind: BlockKind) -> None:
         self.kind = kind
@@ -123,7 +124,7 @@ class Anatomy:
         self.backward_seconds = [seconds * scale for seconds in own]
         self.knows_backward_bytes = any(op.backward_bytes for op in kind.ops)
 
-    def replay_stop(self, region: RegionSpan) -> int:
+    def replay_stop(self, region: CutRegion) -> int:
         """The replay ends before this op: nothing later in the region is needed again."""
         if region.replay_stop is not None:
             return region.replay_stop
@@ -139,7 +140,7 @@ class _Writer:
     """Collects work and bytes into runs, and closes a run where something else happens."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
+        self.events: list[TraceEvent] = []
         self.phase = FORWARD
         self.seconds = 0.0
         self.replay_seconds = 0.0
@@ -181,7 +182,7 @@ class _Writer:
             sparse = tuple((part, nbytes) for part, nbytes in enumerate(self._parts) if nbytes)
             at_peak = tuple((part, nbytes) for part, nbytes in enumerate(self._peak_parts) if nbytes)
             self.events.append(
-                Event(RUN, -1, self._run_seconds, self._peak, self._net, at_peak, sparse, self.phase),
+                TraceEvent(RUN, -1, self._run_seconds, self._peak, self._net, at_peak, sparse, self.phase),
             )
         self._begin()
 
@@ -192,15 +193,15 @@ class _Writer:
 
     def emit(self, what: int, record: int = -1) -> None:
         self.close()
-        self.events.append(Event(what, record, phase=self.phase))
+        self.events.append(TraceEvent(what, record, phase=self.phase))
 
 
 class _Block:
     """A kind with a choice: where each value lives."""
 
-    def __init__(self, anatomy: Anatomy, choice: Choice, input_bytes: int, min_bytes: int) -> None:
-        self.anatomy = anatomy
-        self.kind = anatomy.kind
+    def __init__(self, analysis: KindAnalysis, choice: Choice, input_bytes: int, min_bytes: int) -> None:
+        self.analysis = analysis
+        self.kind = analysis.kind
         self.choice = choice
         self.count = len(self.kind.ops)
         self.regions = () if choice.cut < 0 else self.kind.cuts[choice.cut].regions
@@ -222,22 +223,22 @@ class _Block:
                 self._place(value, min_bytes)
 
     def _place(self, value: int, min_bytes: int) -> None:
-        keepers = [op for op in self.anatomy.kept_by[value] if self.region_of[op] is None]
-        takers = [number for number, region in enumerate(self.regions) if value in self.anatomy.roots(region.inputs)]
+        keepers = [op for op in self.analysis.kept_by[value] if self.region_of[op] is None]
+        takers = [number for number, region in enumerate(self.regions) if value in self.analysis.roots(region.inputs)]
         home = None if value == BLOCK_INPUT else self.region_of[value]
         if keepers:
             self.alone_until[value] = min(keepers[0], *(self.regions[number].first_op for number in takers), self.count)
         elif takers:
-            if self.choice.inputs[takers[0]] == "w" and self.nbytes[value] >= min_bytes:
+            if self.choice.inputs[takers[0]] is Fate.SWAP and self.nbytes[value] >= min_bytes:
                 self._record(value, holder=takers[0], asker=takers[-1])
                 self.admitted_at.setdefault(self.regions[takers[0]].first_op, []).append(value)
             else:
                 self.inputs_of[takers[0]].append(value)
         elif home is not None:
             fate = self.choice.fates[value]
-            if fate == "w" and self.nbytes[value] >= min_bytes:
+            if fate is Fate.SWAP and self.nbytes[value] >= min_bytes:
                 self._record(value, holder=home, asker=home)
-            elif fate != "r":
+            elif fate is not Fate.RECOMPUTE:
                 self.saved_of[home].append(value)
 
     def _record(self, value: int, *, holder: int, asker: int) -> None:
@@ -247,9 +248,9 @@ class _Block:
         self.fetched_by[number] = asker
 
 
-def make_tape(anatomy: Anatomy, choice: Choice, *, input_bytes: int, min_bytes: int) -> Tape:
-    """Write down one block."""
-    block = _Block(anatomy, choice, input_bytes, min_bytes)
+def make_block_trace(analysis: KindAnalysis, choice: Choice, *, input_bytes: int, min_bytes: int) -> BlockTrace:
+    """The trace of one block."""
+    block = _Block(analysis, choice, input_bytes, min_bytes)
     forward, backward = _Writer(), _Writer()
     _write_forward(block, forward)
     replayed_ops = _write_backward(block, backward)
@@ -259,7 +260,7 @@ def make_tape(anatomy: Anatomy, choice: Choice, *, input_bytes: int, min_bytes: 
         for record in range(len(block.records))
         if block.fetched_by[record] == number
     ]
-    return Tape(
+    return BlockTrace(
         forward=tuple(forward.events),
         backward=tuple(backward.events),
         records=tuple(block.records),
@@ -283,7 +284,7 @@ def _write_forward(block: _Block, writer: _Writer) -> None:
         nbytes = block.nbytes[value]
         if not nbytes:
             return
-        ends.setdefault(block.anatomy.last_read[value], []).append(value)
+        ends.setdefault(block.analysis.last_read[value], []).append(value)
         local = nbytes
         if value in block.alone_until:
             writer.bytes(ALONE, block.kept[value])
@@ -297,7 +298,7 @@ def _write_forward(block: _Block, writer: _Writer) -> None:
     def admit(value: int, now: int) -> None:
         writer.emit(ADMIT, block.record_of[value])
         local_bytes[value] = 0
-        last_read = block.anatomy.last_read[value]
+        last_read = block.analysis.last_read[value]
         if last_read < now:
             writer.emit(RELEASE, block.record_of[value])
             # An input that no recorded op reads (compiled code, raw kernels) has no reader left: it is released here only.
@@ -356,22 +357,22 @@ def _write_backward(block: _Block, writer: _Writer) -> int:
 
 def _write_backward_of_op(block: _Block, writer: _Writer, at: int, *, is_first: bool) -> None:
     """Where only the whole block's transient bytes are known, they stand at the start of each stretch."""
-    if block.anatomy.knows_backward_bytes:
+    if block.analysis.knows_backward_bytes:
         writer.touch(block.kind.ops[at].backward_bytes)
     else:
         writer.touch(block.kind.backward_transient_bytes if is_first else 0)
-    writer.work(block.anatomy.backward_seconds[at])
+    writer.work(block.analysis.backward_seconds[at])
 
 
 def _write_region(block: _Block, writer: _Writer, number: int) -> int:
-    anatomy, region = block.anatomy, block.regions[number]
+    analysis, region = block.analysis, block.regions[number]
     own = range(region.first_op, region.stop_op)
     kept_until = {
-        value: min(keepers) for value in own if (keepers := [op for op in anatomy.kept_by[value] if op in own])
+        value: min(keepers) for value in own if (keepers := [op for op in analysis.kept_by[value] if op in own])
     }
     writer.enter(REPLAY)
     if any(value in block.record_of for value in own):
-        writer.emit(EXPECT)
+        writer.emit(PREFETCH)
     for value, record in block.record_of.items():
         if value not in own and block.fetched_by[record] == number:
             writer.emit(FETCH, record)
@@ -398,10 +399,10 @@ def _write_region(block: _Block, writer: _Writer, number: int) -> int:
 def _write_replay(
     block: _Block, writer: _Writer, number: int, kept_until: dict[int, int]
 ) -> tuple[int, dict[int, int]]:
-    """Runs again what was not filed; returns how many ops that were, and the bytes that stay for backward."""
-    anatomy, region = block.anatomy, block.regions[number]
+    """Runs again what was not saved; returns how many ops that were, and the bytes that stay for backward."""
+    analysis, region = block.analysis, block.regions[number]
     own = range(region.first_op, region.stop_op)
-    stop = anatomy.replay_stop(region)
+    stop = analysis.replay_stop(region)
     saved = set(block.saved_of[number])
     ends: dict[int, int] = {}  # op -> local bytes that go after it
     working: dict[int, int] = {}
@@ -416,7 +417,7 @@ def _write_replay(
             writer.bytes(WORK, op.output_bytes)
             if stays:
                 working[at] = stays
-            last = min(max(anatomy.last_read[at], at), stop - 1)
+            last = min(max(analysis.last_read[at], at), stop - 1)
             ends[last] = ends.get(last, 0) + op.output_bytes - stays
             writer.touch(op.workspace_bytes)
             writer.work(op.seconds)

@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from hyper_parallel.backends.torch.recording import WAYS, Recorder, find_recorded_blocks, in_one_way
+from hyper_parallel.backends.torch.step_observation import WAYS, StepObserver, find_observed_blocks, in_one_way
 from hyper_parallel.config import configure
+from hyper_parallel.fates import Fate
 from hyper_parallel.planner.fit import profile_memory
 from hyper_parallel.planner.planning import plan_memory
-from hyper_parallel.planner.run import PROCESS_PART, RecordedFate, StepRecord, Track
-from hyper_parallel.planner.totals import forecast_of, op_totals
+from hyper_parallel.planner.totals import op_totals
+from hyper_parallel.records.run_record import PROCESS_PART, StepRecord
+from hyper_parallel.records.work_span import Track
 from hyper_parallel.testing import simulated_accelerator
 
 LAYERS, ROWS, WIDTH = 4, 2048, 128
@@ -47,9 +49,9 @@ def recorded(way: str, **base: int) -> tuple[StepRecord, Model]:
     def step() -> None:
         model(x).sum().backward()
 
-    blocks = find_recorded_blocks(model)
+    blocks = find_observed_blocks(model)
     with in_one_way(model, blocks, way):
-        record = Recorder(model, step, blocks, base=base).record(way, what=WAYS[way].what, warmup=1, steps=2)
+        record = StepObserver(model, step, blocks, base=base).observe(way, what=WAYS[way].what, warmup=1, steps=2)
     return record, model
 
 
@@ -88,7 +90,7 @@ def test_swapped_bytes_are_counted_per_step() -> None:
     # The input of each linear is the output of the sigmoid before it: saved twice, copied once.
     assert record.out_bytes == (LAYERS + 1) * VALUE_BYTES
     assert record.back_bytes > 0
-    swapped = [fate.nbytes for fate in record.fates if fate.fate is RecordedFate.SWAPPED]
+    swapped = [fate.nbytes for fate in record.fates if fate.fate is Fate.SWAP]
     assert swapped == [record.out_bytes]
 
 
@@ -124,4 +126,3 @@ def test_a_plan_is_counted_by_kind_of_op() -> None:
     totals = op_totals(profile, tight)
     assert sum(total.recomputed_bytes + total.swapped_bytes for total in totals) > 0
     assert all(total.reason for total in totals)
-    assert forecast_of(tight).peak_bytes == tight.predicted_peak_bytes

@@ -11,10 +11,10 @@ from torch import nn
 
 from hyper_parallel.backends.torch.planner.blocks import BlockRef
 
-__all__ = ["Paths"]
+__all__ = ["ModulePaths"]
 
 
-class Paths:
+class ModulePaths:
     """The path of the module that runs now. A copy, or one that was pickled, starts with nothing running."""
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Paths:
         self._handles: list[Any] = []  # torch.utils.hooks.RemovableHandle
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Paths, ()
+        return ModulePaths, ()
 
     def watch(self, blocks: Iterable[BlockRef]) -> None:
         """Follow every module inside these blocks."""
@@ -51,7 +51,7 @@ class Paths:
 class _Enter:
     """A module's forward begins."""
 
-    def __init__(self, paths: Paths, path: str) -> None:
+    def __init__(self, paths: ModulePaths, path: str) -> None:
         self._paths = paths
         self._path = path
 
@@ -63,7 +63,7 @@ class _Enter:
 class _Leave:
     """A module's forward ended, or raised (a replay that stops early does)."""
 
-    def __init__(self, paths: Paths, path: str) -> None:
+    def __init__(self, paths: ModulePaths, path: str) -> None:
         self._paths = paths
         self._path = path
 

@@ -1,4 +1,4 @@
-"""Regions in the place of blocks: wrappers put in, taken out, and nothing left behind."""
+"""Wrappers in the place of modules of a model: put in, taken out again, with nothing left behind."""
 
 from __future__ import annotations
 
@@ -9,37 +9,26 @@ from typing import Any
 
 from torch import nn
 
-from hyper_parallel.backends.torch.planner.blocks import Place, places_of
+from hyper_parallel.backends.torch.planner.blocks import ModuleLocation, locations_of
 from hyper_parallel.backends.torch.planner.compiled import refuse_compiled
 from hyper_parallel.backends.torch.wrappers import CheckpointWrapper
 from hyper_parallel.core.activation_checkpoint.statistics import SwapStats
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import PlanError
 
-__all__ = ["Handle", "Replacements", "op_name"]
-
-
-def op_name(op: Any) -> str:  # torch._ops.OpOverload | torch._ops.HigherOrderOperator
-    """The exact base name of an op: ``mm`` for ``aten.mm.default``."""
-    packet = getattr(op, "overloadpacket", None)
-    return str(packet.__name__) if packet is not None else str(op)
-
-
-def op_overload(op: Any) -> str:  # torch._ops.OpOverload | torch._ops.HigherOrderOperator
-    """``default`` for ``aten.mm.default``; empty for what has no overloads."""
-    return str(getattr(op, "_overloadname", ""))
+__all__ = ["AppliedBlocks", "Replacements"]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Replaced:
     path: str
-    place: Place
+    location: ModuleLocation
     original: nn.Module
     wrapper: nn.Module
 
 
 class Replacements:
-    """Wrappers that took modules' places, and the way back."""
+    """Wrappers that were put in the place of modules, and what is needed to take them out again."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -52,23 +41,23 @@ class Replacements:
 
         ``may_be_compiled``: the function treats the module as a whole and asks nobody about single ops.
         """
-        places = places_of(self._model, module)
-        if not places:
+        locations = locations_of(self._model, module)
+        if not locations:
             raise PlanError(f"{path}: cannot be wrapped, because it is the model itself; name the modules inside it")
         if not may_be_compiled:
             refuse_compiled(path, module)
         wrapper = CheckpointWrapper(module, checkpoint_fn)
-        for place in places:
-            place.put(wrapper)
-            self._done.append(_Replaced(path, place, module, wrapper))
+        for location in locations:
+            location.put(wrapper)
+            self._done.append(_Replaced(path, location, module, wrapper))
 
     def restore(self) -> None:
-        """Put the modules back, last first; a place that somebody else took since is an error, after all others are back."""
+        """Put the modules back, last first; a location that holds something else by now is an error."""
         taken = []
         while self._done:
             replaced = self._done.pop()
-            if replaced.place.get() is replaced.wrapper:
-                replaced.place.put(replaced.original)
+            if replaced.location.get() is replaced.wrapper:
+                replaced.location.put(replaced.original)
             else:
                 taken.append(replaced.path)
         if taken:
@@ -81,7 +70,7 @@ class Replacements:
         return len(self._done)
 
 
-class Handle:
+class AppliedBlocks:
     """Something applied to a model: a context manager whose end, or ``remove()``, takes it off again."""
 
     def __init__(self, replacements: Replacements) -> None:

@@ -26,7 +26,7 @@ from hyper_parallel.core.activation_checkpoint.summary import FirstStep
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import HyperParallelError, PlanError
 
-__all__ = ["guarded", "no_trace"]
+__all__ = ["guarded", "restored_after"]
 
 
 class _Snapshot:
@@ -118,11 +118,11 @@ def _some(names: list[str]) -> str:
 
 def guarded(model: Any, *, who: str) -> contextlib.AbstractContextManager[None]:
     """One guard around many trial steps: profile, plans and measurements of a whole fit."""
-    return no_trace(require_module(model, who), device_of(model, who), who=who)
+    return restored_after(require_module(model, who), device_of(model, who), who=who)
 
 
 @contextlib.contextmanager
-def no_trace(model: nn.Module, device: torch.device, *, who: str) -> Iterator[None]:
+def restored_after(model: nn.Module, device: torch.device, *, who: str) -> Iterator[None]:
     """Put back what trial steps inside change; raise what they changed for good, also where they end in an error."""
     snapshot = _Snapshot(model, device)
     manager = SwapManager()

@@ -1,7 +1,7 @@
-"""Host memory as a device's: the resident set of this process, and a thread that looks at it while a step runs.
+"""Host memory measured as a device's is: the resident set of this process, and a thread that samples it while a step runs.
 
-On a host compute is synchronous, so a wait for a copy is a thread standing inside far memory's code. The sampler sees it
-there; such waits are exact to its period, and the record says so.
+On a host compute is synchronous, so a wait for a copy is time that the thread spends inside far memory's
+code. The sampler sees it there; such waits are exact to its period, and the step record has a note about it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 
 from hyper_parallel.errors import HyperParallelError
 
-__all__ = ["PERIOD_S", "HostMeter", "Sampler", "resident_bytes"]
+__all__ = ["PERIOD_S", "HostMeter", "HostSampler", "resident_bytes"]
 
 PERIOD_S: Final = 0.001
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
@@ -71,8 +71,8 @@ class HostMeter:
         """Nothing is queued on a host."""
 
 
-class Sampler:
-    """Looks at the resident set, and at what the stepping thread does, about a thousand times a second."""
+class HostSampler:
+    """Samples the resident set, and what the stepping thread does, about a thousand times a second."""
 
     def __init__(self) -> None:
         self.memory: list[tuple[float, int]] = []  # (perf_counter seconds, bytes)
@@ -81,8 +81,8 @@ class Sampler:
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hyper_parallel sampler", daemon=True)
 
-    def __enter__(self) -> Sampler:
-        self._look()
+    def __enter__(self) -> HostSampler:
+        self._sample()
         self._thread.start()
         return self
 
@@ -91,12 +91,12 @@ class Sampler:
     ) -> None:
         self._is_over.set()
         self._thread.join()
-        self._look()
+        self._sample()
 
     def _run(self) -> None:
         was_waiting, before = False, time.perf_counter()
         while not self._is_over.wait(PERIOD_S):
-            self._look()
+            self._sample()
             now = self.memory[-1][0]
             is_waiting = _waits_for_far_memory(sys._current_frames().get(self._watched))
             if is_waiting and was_waiting:
@@ -105,7 +105,7 @@ class Sampler:
                 self.stalls.append((before, now))
             was_waiting, before = is_waiting, now
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         self.memory.append((time.perf_counter(), resident_bytes()))
 
 

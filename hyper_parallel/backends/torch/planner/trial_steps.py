@@ -20,10 +20,10 @@ from hyper_parallel.backends.torch.checkpointing import checkpoint
 from hyper_parallel.backends.torch.graph import is_in_backward
 from hyper_parallel.backends.torch.planner.blocks import BlockRef
 from hyper_parallel.backends.torch.planner.meters import Meter
-from hyper_parallel.backends.torch.planner.observe import Observation, Observer, plain_tensors
-from hyper_parallel.backends.torch.planner.paths import Paths
-from hyper_parallel.backends.torch.planner.regions import Replacements
-from hyper_parallel.backends.torch.planner.survey import note_backward
+from hyper_parallel.backends.torch.planner.module_paths import ModulePaths
+from hyper_parallel.backends.torch.planner.op_observer import ObservedCall, OpObserver, plain_tensors
+from hyper_parallel.backends.torch.planner.replacements import Replacements
+from hyper_parallel.backends.torch.planner.survey import on_backward
 from hyper_parallel.core.activation_checkpoint.activation_checkpoint import CheckpointPolicy
 
 __all__ = ["ALONE", "OBSERVED", "REGION", "REPLAYED", "REPLAYED_SWAPPED", "Call", "NodeRun", "Point", "Trial", "trial"]
@@ -63,7 +63,7 @@ class Call:
     backward_begin: Point | None = None
     backward_end: Point | None = None
     output_bytes: int = 0
-    seen: Observation | None = None
+    seen: ObservedCall | None = None
     nodes: list[NodeRun] = dataclasses.field(default_factory=list)
 
 
@@ -127,7 +127,7 @@ class Trial:
 class _TrialBlock:
     """The checkpoint function of one block during a trial."""
 
-    def __init__(self, block: BlockRef, how: str, paths: Paths, trial: Trial) -> None:
+    def __init__(self, block: BlockRef, how: str, paths: ModulePaths, trial: Trial) -> None:
         self._block = block
         self._how = how
         self._paths = paths
@@ -140,11 +140,11 @@ class _TrialBlock:
         call = Call(name)
         trial.calls.append(call)
         call.forward_begin = trial.point(f"{name} forward")
-        note_backward((args, kwargs), lambda _: _set(call, "backward_end", trial.point(f"{name} backward ends")))
+        on_backward((args, kwargs), lambda _: _set(call, "backward_end", trial.point(f"{name} backward ends")))
         output = self._run(call, function, args, kwargs)
         call.forward_end = trial.point(f"{name} forward ends")
         call.output_bytes = _bytes_of(output)
-        note_backward(output, lambda _: _set(call, "backward_begin", trial.point(f"{name} backward")))
+        on_backward(output, lambda _: _set(call, "backward_begin", trial.point(f"{name} backward")))
         return output
 
     def _run(self, call: Call, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -159,7 +159,7 @@ class _TrialBlock:
                 **kwargs,
             )
         trial = self._trial
-        observer = Observer(
+        observer = OpObserver(
             self._block.name,
             self._paths,
             clock=None if trial.reads_memory else trial.meter,
@@ -225,7 +225,7 @@ def trial(
     model: nn.Module, blocks: Sequence[BlockRef], how: Mapping[str, str], meter: Meter, *, reads_memory: bool
 ) -> Iterator[Trial]:
     """One trial step is run inside; ``how`` says what happens to each block by name."""
-    result, paths, replacements = Trial(meter, reads_memory=reads_memory), Paths(), Replacements(model)
+    result, paths, replacements = Trial(meter, reads_memory=reads_memory), ModulePaths(), Replacements(model)
     ended = model.register_forward_hook(lambda *_: _note_model_end(result))
     try:
         paths.watch([block for block in blocks if how[block.name] == OBSERVED])

@@ -20,18 +20,18 @@ from torch.utils._pytree import tree_leaves
 from hyper_parallel.backends.torch.graph import next_sequence
 from hyper_parallel.backends.torch.ops import facts_of, is_weight_cast
 from hyper_parallel.backends.torch.planner.meters import Meter
-from hyper_parallel.backends.torch.planner.paths import Paths
-from hyper_parallel.backends.torch.planner.regions import op_name, op_overload
+from hyper_parallel.backends.torch.planner.module_paths import ModulePaths
+from hyper_parallel.backends.torch.planner.op_names import op_name, op_overload
 from hyper_parallel.backends.torch.storages import alias, storage_watch
 from hyper_parallel.planner.profile import BLOCK_INPUT
 
-__all__ = ["Observation", "Observer", "SeenOp", "plain_tensors"]
+__all__ = ["ObservedCall", "OpObserver", "ObservedOp", "plain_tensors"]
 
 _SIDE_OUTPUT: Final = 8  # an output this many times smaller than all of an op's outputs is a by-product
 
 
 @dataclasses.dataclass
-class SeenOp:
+class ObservedOp:
     """One op instance of one block call."""
 
     name: str
@@ -59,11 +59,11 @@ class SeenOp:
 
 
 @dataclasses.dataclass
-class Observation:
+class ObservedCall:
     """One call of one block."""
 
     block: str
-    ops: list[SeenOp] = dataclasses.field(default_factory=list)
+    ops: list[ObservedOp] = dataclasses.field(default_factory=list)
     input_storages: dict[int, int] = dataclasses.field(default_factory=dict)  # storage key: bytes
     input_kept_by: set[int] = dataclasses.field(default_factory=set)
     first_sequence: int = 0
@@ -87,12 +87,14 @@ def plain_tensors(tree: Any) -> list[torch.Tensor]:
     return found
 
 
-class Observer(TorchDispatchMode):
+class OpObserver(TorchDispatchMode):
     """Writes one block call down. What it measures costs time, so bytes and seconds are read in different steps."""
 
-    def __init__(self, block: str, paths: Paths, *, clock: Meter | None = None, memory: Meter | None = None) -> None:
+    def __init__(
+        self, block: str, paths: ModulePaths, *, clock: Meter | None = None, memory: Meter | None = None
+    ) -> None:
         super().__init__()
-        self.seen = Observation(block)
+        self.seen = ObservedCall(block)
         self._paths = paths
         self._clock = clock
         self._memory = memory
@@ -154,13 +156,13 @@ class Observer(TorchDispatchMode):
             seen.workspace_bytes = max(0, self._memory.peak_bytes() - self._memory.active_bytes())
         return output
 
-    def _begin(self, op: Any, facts: Any, args: Any, kwargs: Any) -> SeenOp:
+    def _begin(self, op: Any, facts: Any, args: Any, kwargs: Any) -> ObservedOp:
         is_cast = facts.may_be_weight_cast and is_weight_cast(args)
         is_asked = facts.replay_reason is None and not is_cast
         key = ("weight_cast" if is_cast else op_name(op), op_overload(op))
         read = [tensor.untyped_storage()._cdata for tensor in plain_tensors((args, kwargs))]
         self._read = read
-        seen = SeenOp(
+        seen = ObservedOp(
             name=key[0],
             overload=key[1],
             module=self._module(),
@@ -191,7 +193,7 @@ class Observer(TorchDispatchMode):
         path = stack[-1] if stack else self.seen.block
         return path.removeprefix(self.seen.block).removeprefix(".")
 
-    def _end(self, seen: SeenOp, facts: Any, output: Any) -> None:
+    def _end(self, seen: ObservedOp, facts: Any, output: Any) -> None:
         index = len(self.seen.ops)
         self.seen.ops.append(seen)
         shared: int | None = None
