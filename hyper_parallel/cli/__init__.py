@@ -1,5 +1,4 @@
-"""The front desk: one file per command. Asks the other rooms, prints what they answer, never shows a traceback for a
-mistake that a user made."""
+"""The command line: one file per command. A user's mistake ends in a message and an exit code, without a traceback."""
 
 from hyper_parallel.cli.main import main
 

@@ -192,7 +192,7 @@ def findings(machine: Machine) -> list[Finding]:
 
 
 def _of_torch_release(machine: Machine) -> list[Finding]:
-    """A word only where the release is none of those we test on."""
+    """A sentence where the release is none of those we test on, else nothing."""
     version = machine.packages.get("torch", "")
     release = ".".join(version.split(".")[:2])
     if not version or release in TESTED_TORCH:

@@ -1,4 +1,4 @@
-"""What can go wrong at the front desk, by exit code."""
+"""The errors of the command line, by exit code."""
 
 from hyper_parallel.errors import HyperParallelError
 

@@ -76,12 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (HyperParallelError, ValueError, TypeError, OSError) as error:
         if parsed.traceback:
             traceback.print_exc()
-        print(f"hyper-parallel {parsed.command}: {_words_of(error)}", file=sys.stderr)
+        print(f"hyper-parallel {parsed.command}: {_message_of(error)}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
 
 
-def _words_of(error: BaseException) -> str:
-    """An error of the system in words; ours come in words."""
+def _message_of(error: BaseException) -> str:
+    """The message of an error; an error of the system gets the name of the file."""
     if isinstance(error, OSError) and not isinstance(error, HyperParallelError) and error.filename is not None:
         return f"cannot open {error.filename}: {error.strerror}"
     return str(error)

@@ -1,4 +1,4 @@
-"""A budget inside somebody else's trainer: nothing can be measured before the trainer has run a step of its own.
+"""A budget inside another library's trainer: nothing can be measured before the trainer has run a step of its own.
 
 The optimizer makes its state in its first step, and only the trainer knows its batches. So a model with a budget starts
 under ``boundary``, the least memory there is without a plan, and is fitted before the first step that finds an optimizer

@@ -1,4 +1,4 @@
-"""On and off, as methods in the place of a model's own; a copy of the model has a switch that speaks of the copy."""
+"""Methods that replace a model's own and turn a treatment on and off; a copy of the model has a switch of its own."""
 
 from __future__ import annotations
 

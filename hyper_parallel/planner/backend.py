@@ -17,23 +17,12 @@ if TYPE_CHECKING:
     from hyper_parallel.planner.plan import Plan
     from hyper_parallel.planner.profile import Profile
     from hyper_parallel.planner.rules import OpTable, RuleSet
+    from hyper_parallel.records.step_measure import StepMeasure
 
-__all__ = ["Applied", "Model", "PlannerBackend", "Step", "StepMeasure", "planner_backend"]
+__all__ = ["Applied", "Model", "PlannerBackend", "Step", "planner_backend"]
 
 Model: TypeAlias = Any  # torch.nn.Module | mindspore.nn.Cell
 Step: TypeAlias = Callable[[], Any]  # one forward and backward
-
-
-class StepMeasure(Protocol):
-    """What a few steps under a plan really took."""
-
-    @property
-    def peak_bytes(self) -> int:
-        """The peak of active bytes on the device."""
-
-    @property
-    def step_seconds(self) -> float:
-        """The median step."""
 
 
 class Applied(Protocol):

@@ -29,6 +29,7 @@ from hyper_parallel.planner.simple_plans import (
     as_measured,
     simple_plan,
 )
+from hyper_parallel.records.step_measure import StepMeasure
 
 __all__ = ["apply_plan", "fit_memory", "profile_memory", "worst_of"]
 
@@ -49,8 +50,8 @@ class World(Protocol):
         """The value of every rank, in their order, on every rank."""
 
 
-class _Alone:
-    """One process."""
+class _OneProcess:
+    """A run of one process."""
 
     rank = 0
 
@@ -85,10 +86,10 @@ def apply_plan(model: Model, plan: Plan, *, device_bytes: int | None = None) -> 
     Args:
         model: the model that the plan was made for.
         plan: from ``plan_memory``, or ``Plan.load(path)``.
-        device_bytes: while the device holds less than this in all, copies hold nobody up (see ``SwapConfig``).
+        device_bytes: while the device holds less than this in all, compute does not wait for copies (see ``SwapConfig``).
 
     Returns:
-        A handle and context manager with ``stats()``, ``report(path)`` and ``remove()``.
+        What was applied: a context manager with ``stats()``, ``report(path)`` and ``remove()``.
 
     Raises:
         PlanError: the plan was made for another model, or something is applied already.
@@ -165,7 +166,7 @@ class _Fit:
         self.steps = steps
         self.first_plan: Plan | None = None
         self.backend = planner_backend()
-        self.world: World = self.backend.world() or _Alone()
+        self.world: World = self.backend.world() or _OneProcess()
         self.history: list[Mapping[str, Any]] = []
         self.misses = 0
 
@@ -194,7 +195,7 @@ class _Fit:
 
         return worst_of(self._together(profile))
 
-    def _search(self, profile: Profile) -> tuple[Plan, Any]:
+    def _search(self, profile: Profile) -> tuple[Plan, StepMeasure]:
         """The best searched plan that held, or a simple one that is faster or the only one that fits."""
         best, refusal = self._searched(profile)
         if best is not None and best[0].does_nothing:
@@ -204,19 +205,20 @@ class _Fit:
             raise self._refused(profile, refusal)
         return best
 
-    def _searched(self, profile: Profile) -> tuple[tuple[Plan, Any] | None, BudgetTooSmallError | None]:
+    def _searched(self, profile: Profile) -> tuple[tuple[Plan, StepMeasure] | None, BudgetTooSmallError | None]:
         corrections: Corrections | None = None
-        best: tuple[Plan, Any] | None = None
+        best: tuple[Plan, StepMeasure] | None = None
         tried: set[Hashable] = set()
         for _ in range(self.attempts):
             plan = self._plan(profile, corrections)
             if isinstance(plan, BudgetTooSmallError):
                 return best, plan
-            if best is not None and _deeds(plan) in tried:
+            if best is not None and _decisions_of(plan) in tried:
                 break
-            tried.add(_deeds(plan))
+            tried.add(_decisions_of(plan))
             measured = self._measure(plan)
-            self._note(plan, measured)
+            assert measured is not None, "only a simple plan may not run"
+            self._add_to_history(plan, measured)
             if measured.peak_bytes <= self.budget:
                 agrees = self._agrees(plan, measured, profile)
                 # Of two that are as fast, the one whose prediction held.
@@ -228,7 +230,9 @@ class _Fit:
             corrections = self._learn(plan, measured, profile)
         return best, None
 
-    def _with_simple_plans(self, profile: Profile, best: tuple[Plan, Any] | None) -> tuple[Plan, Any] | None:
+    def _with_simple_plans(
+        self, profile: Profile, best: tuple[Plan, StepMeasure] | None
+    ) -> tuple[Plan, StepMeasure] | None:
         """The better of what was found and of what a person would try by hand; measured peaks and times decide.
 
         Swapping whole blocks is tried only where nothing else fits. Where time is simulated it decides nothing, and simple
@@ -246,7 +250,7 @@ class _Fit:
             plan = as_measured(
                 plan, profile, peak_bytes=measured.peak_bytes, step_seconds=_finite(measured.step_seconds)
             )
-            self._note(plan, measured, way=way)
+            self._add_to_history(plan, measured, way=way)
             fits = measured.peak_bytes <= self.budget
             if fits and (best is None or _MUCH_FASTER * measured.step_seconds < best[1].step_seconds):
                 best = plan, measured
@@ -289,7 +293,7 @@ class _Fit:
         failure: Exception | None = None
         try:
             result = work()
-        except Exception as error:  # the others wait for this rank's word
+        except Exception as error:  # the other ranks wait for this rank's result
             failure = error
         rows = self.world.gather((result, None if failure is None else f"{type(failure).__name__}: {failure}"))
         if failure is not None:
@@ -316,10 +320,10 @@ class _Fit:
         assert plan is not None, "the first rank makes a plan or says why not"
         return plan
 
-    def _measure(self, plan: Plan, *, is_simple: bool = False) -> Any:
+    def _measure(self, plan: Plan, *, is_simple: bool = False) -> StepMeasure | None:
         """The worst rank's peak and time under a plan; None for a simple plan that cannot run on this model."""
 
-        def apply_and_measure() -> Any:
+        def apply_and_measure() -> StepMeasure | None:
             try:
                 with self.backend.apply_plan(self.model, plan):
                     return self.backend.measure_step(self.model, self.step, steps=self.steps, is_guarded=True)
@@ -328,8 +332,9 @@ class _Fit:
                     raise
                 return None
 
-        rows = self._together(apply_and_measure)
-        if any(row is None for row in rows):
+        answers = self._together(apply_and_measure)
+        rows = [answer for answer in answers if answer is not None]
+        if len(rows) < len(answers):
             return None
         slowest = max(rows, key=lambda row: row.step_seconds)
         peak = max(row.peak_bytes for row in rows)
@@ -339,7 +344,7 @@ class _Fit:
 
     # ------------------------------------------------------------------ judging
 
-    def _agrees(self, plan: Plan, measured: Any, profile: Profile) -> bool:
+    def _agrees(self, plan: Plan, measured: StepMeasure, profile: Profile) -> bool:
         if abs(measured.peak_bytes - plan.predicted_peak_bytes) > self.tolerance * plan.predicted_peak_bytes:
             return False
         if not _has_real_time(profile):
@@ -348,7 +353,7 @@ class _Fit:
             abs(measured.step_seconds - plan.predicted_step_seconds) <= self.tolerance * plan.predicted_step_seconds
         )
 
-    def _learn(self, plan: Plan, measured: Any, profile: Profile) -> Corrections:
+    def _learn(self, plan: Plan, measured: StepMeasure, profile: Profile) -> Corrections:
         return plan.corrections.after(
             plan,
             measured_peak_bytes=measured.peak_bytes + self._margin(measured.peak_bytes - self.budget),
@@ -362,7 +367,7 @@ class _Fit:
         self.misses += 1
         return 0 if self.misses == 1 else max(over_bytes, self.budget // 1000) << (self.misses - 2)
 
-    def _note(self, plan: Plan, measured: Any, *, way: SimplePlan | None = None) -> None:
+    def _add_to_history(self, plan: Plan, measured: StepMeasure, *, way: SimplePlan | None = None) -> None:
         self.history.append(
             {
                 **({} if way is None else {"way": way.name}),
@@ -380,7 +385,7 @@ class _Fit:
 
 
 def _finite(seconds: float) -> float:
-    """A step that ran out of memory took no time that anybody could write down."""
+    """0 for a step that ran out of memory: its time is not known."""
     return seconds if math.isfinite(seconds) else 0.0
 
 
@@ -396,8 +401,8 @@ def _has_real_time(profile: Profile) -> bool:
     return profile.versions.device != _SIMULATED
 
 
-def _deeds(plan: Plan) -> Hashable:
-    """What a plan does, without what it says about it."""
+def _decisions_of(plan: Plan) -> Hashable:
+    """The decisions of a plan, without its reasons and predictions."""
     recipes = [
         tuple(
             (

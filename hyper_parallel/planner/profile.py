@@ -214,7 +214,7 @@ class Block:
     name: str  # "model.layers.3"
     kind: int  # index into Profile.kinds
     input_bytes: (
-        int  # device bytes of the tensors it is given, less those somebody else holds anyway (the batch, rope tables)
+        int  # device bytes of the tensors it is given, less those held elsewhere anyway (the batch, rope tables)
     )
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Rules: for people who want to choose themselves what becomes of which op in which module.
+"""Rules: the user chooses what becomes of which op in which module.
 
 A rule is ``"module::op": fate``. Rules are tried in the order they are written and the first that matches decides, so the
-most specific come first and ``"*::*"`` comes last. This room knows patterns and names; it never sees a tensor.
+most specific come first and ``"*::*"`` comes last. This module knows patterns and names; it never sees a tensor.
 
 The language
 ------------
@@ -12,7 +12,7 @@ module and everything inside it. ``*`` alone is every module.
 *op*: the exact base name of an op (``mm``, ``addmm``, ``bmm``), an alias from :data:`ALIASES` (``matmul``, ``sdpa``), ``input``
 (what goes into a block: it can be saved or swapped), or ``*`` (every op; not the input).
 
-*fate*: ``swap``, ``save``, ``recompute``, and the wishes ``prefer_save`` and ``prefer_recompute``. What no rule matches is
+*fate*: ``swap``, ``save``, ``recompute``, and the preferences ``prefer_save`` and ``prefer_recompute``. What no rule matches is
 recomputed, an input that no rule matches is saved.
 """
 
@@ -82,7 +82,7 @@ PRESETS: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {
         # Only what crosses from block to block survives, and that in far memory: the least memory without a budget.
         "boundary": {"*::input": "swap", "*::*": "recompute"},
-        # Attention is the dearest per byte to run again on long sequences; its output and the boundary leave.
+        # Attention costs the most time per byte to run again on long sequences; its output and the boundary leave.
         "attention": {"*::input": "swap", "*::sdpa": "swap", "*::*": "recompute"},
         # Element-wise ops are run again at 1 to 2 % of the step; everything with a matmul in it stays.
         "elementwise": {"*::matmul": "save", "*::sdpa": "save", "*::conv": "save", "*::*": "recompute"},

@@ -1,6 +1,6 @@
 """Plans that need no search: every block treated alike, as a person does it by hand.
 
-A searched plan rests on a simulation, and a simulation can be wrong: where blocks run kernels that nobody sees, where the
+A searched plan rests on a simulation, and a simulation can be wrong: where blocks run kernels that no hook sees, where the
 host is the slower one, where the allocator retries. What a person would try first is therefore measured too, and
 ``fit_memory`` never answers with less.
 """

@@ -276,7 +276,7 @@ class Solver:
     def _sums_of_gains(
         answer: Answer, budget: int, tried: Sequence[tuple[Answer, Move]]
     ) -> Iterator[tuple[float, int, int]]:
-        """A gain that does not fit, with something that makes room for it. Peaks hardly add up: half of it will do."""
+        """A gain that does not fit, with a move that gives memory back; half of what is missing is enough."""
         now = answer.step.peak_bytes
         savings = [(at, other) for at, (other, _) in enumerate(tried) if other.step.peak_bytes < now]
         for first, (gain, _) in enumerate(tried):

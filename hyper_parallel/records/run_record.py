@@ -125,7 +125,7 @@ class StepRecord:
 
     @property
     def model_peak_bytes(self) -> int:
-        """The peak without what the process holds anyway: what a prediction speaks of."""
+        """The peak without what the process holds anyway: what a prediction is about."""
         return max(0, self.peak_bytes - self.process_bytes)
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -18,7 +18,7 @@ class TraceSpan(Protocol):
 
     @property
     def track(self) -> Any:
-        """The line it is drawn on: a word, or a member of an enumeration of words."""
+        """The line it is drawn on: a string, or a member of an enumeration of strings."""
 
     @property
     def start_us(self) -> float:

@@ -41,4 +41,4 @@ def _queue_line(_: Any) -> None:
     first_step = manager.first_step
     if not first_step.is_over and is_in_backward():
         first_step.is_over = True
-        compat.at_end_of_backward(lambda: first_step.speak(manager.stats()))
+        compat.at_end_of_backward(lambda: first_step.write_line(manager.stats()))

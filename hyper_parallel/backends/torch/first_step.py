@@ -51,4 +51,4 @@ def _queue_line(_: Any) -> None:
     task = current_task()
     if task is not None and not first_step.is_over:
         first_step.is_over = True
-        task.at_end(lambda: first_step.speak(manager.stats()))
+        task.at_end(lambda: first_step.write_line(manager.stats()))

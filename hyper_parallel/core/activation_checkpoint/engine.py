@@ -438,7 +438,7 @@ class Engine:
                 record.is_wanted = False
                 self._let_go(record)
             self._make_room_in_window()
-            self.clock.settle()
+            self.clock.read_finished()
 
     def _account(self) -> None:
         """Fold what records gained and lost, in any thread, into the resident bytes and their peak."""

@@ -1,7 +1,7 @@
-"""In which order backward will want records. Only advice: a wrong forecast costs time, never a value.
+"""In which order backward will need records. A wrong forecast costs time, never a value.
 
-The order is learned from execution, not declared: a record stands at the sequence number of the node that saved it,
-the framework runs ready nodes from the highest number down, and a walk over the graph says which numbers this backward
+The order is learned from execution, not declared: a record has the sequence number of the node that saved it, the
+framework runs ready nodes from the highest number down, and a walk over the graph says which numbers this backward
 can reach at all (so a dead branch or another micro-batch is not brought back). Where a framework cannot show its graph,
 everything below the current number counts as reachable.
 """
@@ -20,7 +20,7 @@ Reach = Callable[[int, int], bool]  # (first sequence, last sequence) -> whether
 
 
 def prefetch_order(records: Iterable[Record], reach: Reach) -> list[Record]:
-    """The reachable ones, first wanted first."""
+    """The records that backward can reach, in the order in which it needs them."""
     wanted = [record for record in records if reach(record.position.first_sequence, record.position.sequence)]
     return sorted(wanted, key=lambda record: (-record.position.sequence, record.index))
 
@@ -35,7 +35,7 @@ class Forecast:
         self.seen_groups: set[object] = set()
 
     def upcoming(self) -> Record | None:
-        """The next living record that backward has not asked for yet; stays at the head until :meth:`advance`."""
+        """The next live record that backward has not asked for yet; it stays at the head until :meth:`advance`."""
         while self._queue:
             record = self._queue[0]()
             if record is not None and not record.is_wanted:
@@ -44,24 +44,24 @@ class Forecast:
         return None
 
     def next_ones(self) -> Iterator[Record]:
-        """The same from the head on, without moving it."""
+        """All live records that backward has not asked for yet, from the head on; the head does not move."""
         for reference in self._queue:
             record = reference()
             if record is not None and not record.is_wanted:
                 yield record
 
     def advance(self) -> None:
-        """The head was dealt with."""
+        """Drop the head: its load was launched, or it needs none."""
         self._queue.popleft()
 
     def loaded(self, record: Record) -> None:
-        """Count ``record`` among the bytes brought back ahead of their use."""
+        """Count ``record`` among the records loaded ahead of their use."""
         self._ahead.append(weakref.ref(record))
 
     def ahead(self) -> list[Record]:
-        """What was brought back and not asked for yet."""
-        living = [(reference, reference()) for reference in self._ahead]
-        kept = [(reference, record) for reference, record in living if record is not None and not record.is_wanted]
+        """Records that were loaded and not asked for yet."""
+        live = [(reference, reference()) for reference in self._ahead]
+        kept = [(reference, record) for reference, record in live if record is not None and not record.is_wanted]
         self._ahead = [reference for reference, _ in kept]
         return [record for _, record in kept]
 

@@ -1,4 +1,4 @@
-"""What happened to saved values: counters that the engine fills, and the frozen record that people read."""
+"""What happened to saved values: counters that the engine fills, and the frozen record that users read."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.trace: Callable[[str, Any], None] | None = None  # told (what, record) at every step of the schedule
+        self.trace: Callable[[str, Any], None] | None = None  # called with (what, record) at every step of the schedule
         self.reset()
 
     def reset(self) -> None:

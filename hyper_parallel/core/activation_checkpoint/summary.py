@@ -1,7 +1,7 @@
 """One line at the end of the first step: what was swapped, made again and saved, and why the rest stayed.
 
-"I enabled it and nothing changed" should be answered before it is asked. The line goes to the logger
-``hyper_parallel.summary`` at level INFO. Where nobody has set logging up it is written to standard error, as Python does
+It answers "I enabled it and nothing changed" before the question comes. The line goes to the logger
+``hyper_parallel.summary`` at level INFO. Where logging was not set up it is written to standard error, as Python does
 with warnings. It is off with ``HYPER_PARALLEL_SUMMARY=0``, with a level above INFO on that logger, and on all ranks but 0.
 """
 
@@ -26,37 +26,37 @@ _OFF: Final = ("0", "false", "no", "off")
 
 @dataclasses.dataclass(kw_only=True)
 class FirstStep:
-    """What the line says that the counters do not know, until it is said."""
+    """What the line needs beside the counters, and whether it was written."""
 
     is_over: bool = False
     recomputed_regions: int = 0
     predicted_peak_bytes: int | None = None
     before: SwapStats | None = None  # what trial steps had counted when they ended
 
-    def speak(self, stats: SwapStats) -> None:
-        """Write the line."""
-        _say(_line(stats if self.before is None else _since(self.before, stats), self))
+    def write_line(self, stats: SwapStats) -> None:
+        """Write the line about the first step."""
+        _write(_line(stats if self.before is None else _since(self.before, stats), self))
 
 
 def is_wanted(environment: Mapping[str, str] | None = None) -> bool:
-    """Whether this process says anything."""
+    """Whether this process writes the line."""
     environment = os.environ if environment is None else environment
     is_off = environment.get("HYPER_PARALLEL_SUMMARY", "").strip().lower() in _OFF
     rank = environment.get("RANK") or environment.get("RANK_ID") or "0"  # as torchrun says it, and msrun
-    return not is_off and rank == "0" and (LOGGER.isEnabledFor(logging.INFO) or _is_untouched())
+    return not is_off and rank == "0" and (LOGGER.isEnabledFor(logging.INFO) or _is_logging_unconfigured())
 
 
-def _is_untouched() -> bool:
-    """Nobody chose a level or a handler, neither for us nor for all."""
+def _is_logging_unconfigured() -> bool:
+    """No level and no handler was set, neither for this library nor for the root logger."""
     ours = (LOGGER, logging.getLogger("hyper_parallel"))
     return not logging.getLogger().handlers and not any(one.handlers or one.level for one in ours)
 
 
-def _say(line: str) -> None:
+def _write(line: str) -> None:
     """Write the line where a person will see it."""
     if LOGGER.isEnabledFor(logging.INFO):
         LOGGER.info(line)
-    elif _is_untouched():
+    elif _is_logging_unconfigured():
         with contextlib.suppress(OSError, ValueError):  # a full disk or a closed stream behind it must not end a step
             print(line, file=sys.stderr)
 

@@ -504,7 +504,7 @@ class SwapManager:
             engines = self._engines.values()
             tiers = tuple(tier for far in self._engines.far_memories() for tier in far.statistics())
         for engine in engines:
-            engine.clock.settle()
+            engine.clock.read_finished()
         return self.counters.snapshot(tiers=tiers, live_records=sum(len(engine.live_records()) for engine in engines))
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""How long copies take and how long compute waited for them, without ever waiting itself.
+"""Measures how long copies take and how long compute waits for them; measuring itself never waits.
 
 Every measurement is a pair of device events that is read later, once both are known to be done. The host runs far ahead
 of the device, so "was this load late?" cannot be asked when the host unpacks it: it is a question about two moments on
@@ -20,13 +20,13 @@ _FIRST_HORIZON_US: Final = 8_000.0
 _LONGEST_HORIZON_US: Final = 40_000.0
 _HORIZON_GROWTH: Final = 1.25
 _LATE_US: Final = 50.0  # below this a wait is the cost of the events themselves
-_SETTLE_EVERY: Final = 128
+_READ_EVERY: Final = 128
 _FIRST_PREFETCH_BYTES: Final = 256 * 2**20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinkSpan:
-    """Something that took time on the device, seen from the start of the trace."""
+    """A copy or a stall, in device time from the start of the recorded timeline."""
 
     track: str  # "copy out", "copy back", "stall"
     start_us: float
@@ -34,8 +34,8 @@ class LinkSpan:
     nbytes: int
 
 
-class _Recording:
-    """Raw events of one trace; read when it ends, once everything is done."""
+class _OpenTimeline:
+    """The events of a timeline that is being recorded; read when it ends, once everything is done."""
 
     def __init__(self, base: Event) -> None:
         self.base = base
@@ -52,13 +52,13 @@ class LinkClock:
         self._copies: deque[tuple[Event, Event, int, bool]] = deque()
         self._stalls: deque[tuple[Event, Event, bool]] = deque()
         self._horizon_us = _FIRST_HORIZON_US
-        self._recording: _Recording | None = None
+        self._open_timeline: _OpenTimeline | None = None
         self.out_bytes_per_us: float | None = None
         self.back_bytes_per_us: float | None = None
 
     @property
     def prefetch_bytes(self) -> int:
-        """What the link brings back within the horizon; a guess until it was measured."""
+        """How many bytes the link loads within the horizon; a fixed guess until it was measured."""
         if self.back_bytes_per_us is None:
             return _FIRST_PREFETCH_BYTES
         return int(self.back_bytes_per_us * self._horizon_us)
@@ -67,17 +67,17 @@ class LinkClock:
         """A copy of ``nbytes`` was queued."""
         if not isinstance(completion, StreamCompletion):
             return
-        if self._recording is not None:
-            self._recording.copies.append((completion.start, completion.end, nbytes, is_out))
+        if self._open_timeline is not None:
+            self._open_timeline.copies.append((completion.start, completion.end, nbytes, is_out))
         if completion.start is None:
             self._counters.add("copy_us", self._expected_us(nbytes, is_out=is_out))
             return
         self._copies.append((completion.start, completion.end, nbytes, is_out))
-        if len(self._copies) % _SETTLE_EVERY == 0:
-            self.settle()  # a forward that no backward follows must not let the list grow
+        if len(self._copies) % _READ_EVERY == 0:
+            self.read_finished()  # a forward that no backward follows must not let the list grow
 
     def _expected_us(self, nbytes: int, *, is_out: bool) -> float:
-        """How long a copy that nobody timed takes, by what was measured; nothing before the first measurement."""
+        """How long a copy without a start event takes, by the measured rate; 0 before the first measurement."""
         rate = self.out_bytes_per_us if is_out else self.back_bytes_per_us
         return 0.0 if rate is None else nbytes / rate
 
@@ -86,38 +86,38 @@ class LinkClock:
         if isinstance(completion, StreamCompletion) and not completion.is_done():
             arrival = self._backend.record_event(self._backend.current_stream(), timing=True)
             self._stalls.append((arrival, completion.end, is_load))
-            if self._recording is not None:
-                self._recording.stalls.append((arrival, completion.end))
+            if self._open_timeline is not None:
+                self._open_timeline.stalls.append((arrival, completion.end))
 
     def start_recording(self) -> None:
         """Keep every copy and stall from now on."""
-        self._recording = _Recording(self._backend.record_event(self._backend.current_stream(), timing=True))
+        self._open_timeline = _OpenTimeline(self._backend.record_event(self._backend.current_stream(), timing=True))
 
     def stop_recording(self) -> list[LinkSpan]:
         """What happened since, in device time. Waits for it to be over."""
-        recording, self._recording = self._recording, None
-        if recording is None:
+        timeline, self._open_timeline = self._open_timeline, None
+        if timeline is None:
             return []
         spans: list[LinkSpan] = []
-        for start, end, nbytes, is_out in recording.copies:
+        for start, end, nbytes, is_out in timeline.copies:
             self._backend.synchronize_event(end)
             track = "copy out" if is_out else "copy back"
-            end_us = self._backend.elapsed_us(recording.base, end)
+            end_us = self._backend.elapsed_us(timeline.base, end)
             if start is None:
                 start_us = end_us - self._expected_us(nbytes, is_out=is_out)
             else:
-                start_us = self._backend.elapsed_us(recording.base, start)
+                start_us = self._backend.elapsed_us(timeline.base, start)
             spans.append(LinkSpan(track=track, start_us=start_us, end_us=end_us, nbytes=nbytes))
-        for arrival, end in recording.stalls:
+        for arrival, end in timeline.stalls:
             self._backend.synchronize_event(arrival)
             self._backend.synchronize_event(end)
             if self._backend.elapsed_us(arrival, end) > 0:
-                start_us = self._backend.elapsed_us(recording.base, arrival)
-                end_us = self._backend.elapsed_us(recording.base, end)
+                start_us = self._backend.elapsed_us(timeline.base, arrival)
+                end_us = self._backend.elapsed_us(timeline.base, end)
                 spans.append(LinkSpan(track="stall", start_us=start_us, end_us=end_us, nbytes=0))
         return sorted(spans, key=lambda span: span.start_us)
 
-    def settle(self) -> None:
+    def read_finished(self) -> None:
         """Read every measurement that is done by now."""
         is_late = False
         while self._stalls and self._both_done(self._stalls[0][0], self._stalls[0][1]):

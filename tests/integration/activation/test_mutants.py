@@ -227,7 +227,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "a load does not wait for the copy out",
         (
             Edit(f"{RECORD}.start_load", "self.out.order(lane)", "pass"),
-            Edit(f"{HOST}.read", "place.written.order(stream)", "pass"),
+            Edit(f"{HOST}.read", "extent.written.order(stream)", "pass"),
         ),
         "load on another stream",
         r"copy back .* reads bytes that copy out",

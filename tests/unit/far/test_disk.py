@@ -40,7 +40,7 @@ def test_scattered_room_gives_the_bytes_back_in_order(make_tier) -> None:
     tier.release(leases[0], None)
     tier.release(leases[2], None)
     scattered = lend(tier, backend, 2 * MIB - 5)
-    assert len(scattered.place.spans) == 2
+    assert len(scattered.extent.ranges) == 2
     source = random_bytes(scattered.nbytes, seed=4)
     write(tier, scattered, source, backend)
     target, completion = read(tier, scattered, backend)

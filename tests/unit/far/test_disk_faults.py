@@ -127,7 +127,7 @@ def test_a_disk_that_fails_after_some_pieces_serves_the_rest_from_memory(
     tier._workers.wait_until_idle()
     with pytest.raises(DiskTierError, match="because Input/output error"):
         completion.wait()
-    assert len(lease.place.kept) == 3
+    assert len(lease.extent.kept) == 3
     target, loaded = read(tier, lease, backend)
     loaded.wait()
     assert torch.equal(target, source)

@@ -30,7 +30,7 @@ def lend(tier: HostTier, backend: TorchBackend, nbytes: int) -> Lease:
 
 
 def addresses(lease: Lease) -> list[tuple[int, int]]:
-    return [(host.data_ptr(), host.data_ptr() + len(host)) for host in lease.place.hosts]
+    return [(host.data_ptr(), host.data_ptr() + len(host)) for host in lease.extent.hosts]
 
 
 def overlap(one: Lease, other: Lease) -> bool:
@@ -90,7 +90,7 @@ def test_scattered_room_gives_the_bytes_back_in_order() -> None:
     tier.release(leases[0], None)
     tier.release(leases[2], None)
     scattered = lend(tier, backend, 20 * MIB - 5)
-    assert len(scattered.place.hosts) == 2
+    assert len(scattered.extent.hosts) == 2
     assert not overlap(scattered, leases[1])
     source = random_bytes(scattered.nbytes, seed=2)
     write(tier, scattered, source, backend, stream)
@@ -158,9 +158,9 @@ def test_room_borrowed_and_released_unwritten_stays_under_its_old_copies() -> No
         gates.append(stream.hold())
         tier.release(lease, read(tier, lease, backend, stream)[1])
     borrowed = lend(tier, backend, 2 * MIB)
-    assert len(borrowed.place.room_after) == 2
+    assert len(borrowed.extent.free_after) == 2
     tier.release(borrowed, None)
-    pool = borrowed.place.pool
+    pool = borrowed.extent.pool
     tier.statistics()
     assert [room.after.is_done() for room in pool.in_flight] == [False]
     for gate in gates:
@@ -199,7 +199,7 @@ def test_never_lent_while_a_completion_is_pending() -> None:
     pending[2].finish()  # not the oldest
     big = lend(tier, backend, 5 * MIB)
     assert tier.statistics().allocations == 8
-    assert big.place.pool.in_flight_bytes == 3 * MIB
+    assert big.extent.pool.in_flight_bytes == 3 * MIB
 
 
 def test_room_that_is_free_and_room_under_a_queued_copy_serve_one_lease_together() -> None:
@@ -215,7 +215,7 @@ def test_room_that_is_free_and_room_under_a_queued_copy_serve_one_lease_together
     copy.finish()
     both = lend(tier, backend, 2 * MIB - 5)
     assert tier.statistics().allocations == 2
-    assert len(both.place.hosts) == 2
+    assert len(both.extent.hosts) == 2
     source = random_bytes(both.nbytes, seed=9)
     write(tier, both, source, backend, backend.new_stream())
     gate.fire()

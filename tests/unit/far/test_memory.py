@@ -154,7 +154,7 @@ def test_a_bit_that_flipped_in_host_memory_is_found(open_memory) -> None:
     memory, backend = open_memory(tiers=("pinned",), host_limit="1GiB", verify=True), TorchBackend()
     lease = lend(memory, backend, MIB)
     write(memory, lease, random_bytes(MIB, seed=3), backend).wait()
-    lease.place.hosts[0][77] ^= 1
+    lease.extent.hosts[0][77] ^= 1
     _, completion = read(memory, lease, backend)
     with pytest.raises(CorruptDataError, match=r"pinned: cannot return 1048576 bytes.*check this machine's memory"):
         completion.order(backend.current_stream())

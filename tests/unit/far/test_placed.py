@@ -116,7 +116,7 @@ def test_staging_buffers_read_what_any_other_wrote(make_tier, bounced: list[int]
         target, completion = read(tier, lease, backend)
         completion.wait()
         assert torch.equal(target, source)
-    assert set(lease.place.phases.values()) == {0}
+    assert set(lease.extent.phases.values()) == {0}
     assert bounced == []
     pool = tier._staging[type(backend), backend.name]
     pairs = [pool._pairs.get_nowait() for _ in range(tier._workers.num_workers)]

@@ -1,6 +1,6 @@
 """Planning on torch: blocks found, steps watched, rules and plans put in place. The planning itself is in ``planner``."""
 
-from hyper_parallel.backends.torch.planner.measure import StepMeasure, measure_step
+from hyper_parallel.backends.torch.planner.measure import measure_step
 from hyper_parallel.backends.torch.planner.plan_regions import AppliedPlan, apply_plan
 from hyper_parallel.backends.torch.planner.profiling import profile_memory
 from hyper_parallel.backends.torch.planner.rule_regions import AppliedRules, apply_rules
@@ -11,7 +11,6 @@ from hyper_parallel.backends.torch.planner.world import world
 __all__ = [
     "AppliedPlan",
     "AppliedRules",
-    "StepMeasure",
     "apply_plan",
     "apply_rules",
     "guarded",

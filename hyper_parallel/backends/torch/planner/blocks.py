@@ -23,17 +23,17 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 @dataclasses.dataclass(frozen=True)
 class ModuleLocation:
-    """Where a module hangs in the tree."""
+    """Where a module is in the tree: its parent, and the name it has there."""
 
     parent: nn.Module
     key: str
 
     def put(self, module: nn.Module) -> None:
-        """Hang another module there; no container's own rules are asked."""
+        """Put another module there; the container's own checks are not run."""
         self.parent._modules[self.key] = module
 
     def get(self) -> nn.Module | None:
-        """What hangs there now."""
+        """The module that is there now."""
         return self.parent._modules.get(self.key)
 
 
@@ -66,7 +66,7 @@ def device_of(model: nn.Module, who: str) -> torch.device:
 
 
 def locations_of(root: nn.Module, module: nn.Module) -> list[ModuleLocation]:
-    """Every location in the tree where this very module hangs."""
+    """Every location in the tree that holds this very module."""
     found = []
     for parent in root.modules():
         for key, child in parent._modules.items():
@@ -162,7 +162,7 @@ def _is_named(pattern: str, path: str) -> bool:
 
 
 def refuse_wrapped(model: nn.Module, blocks: Sequence[BlockRef], who: str) -> None:
-    """Refuse a model whose blocks are already somebody's regions."""
+    """Refuse a model whose blocks are regions already."""
     for block in blocks:
         if isinstance(block.module, ActivationWrapper) or any(
             isinstance(inner, ActivationWrapper) for inner in block.module.modules()
@@ -175,7 +175,7 @@ def refuse_wrapped(model: nn.Module, blocks: Sequence[BlockRef], who: str) -> No
         if module.__dict__.get("gradient_checkpointing") is True:
             raise PlanError(
                 f"{who}: {path or type(model).__name__} does gradient checkpointing of its own, which would replay what was "
-                "planned to stay. Call model.gradient_checkpointing_disable() first."
+                "planned to stay. BlockCall model.gradient_checkpointing_disable() first."
             )
 
 

@@ -2,7 +2,7 @@
 
 Plans, rules and profiles decide about single ops. Compiled code hides them: most run inside fused kernels that no dispatch
 mode sees, and a buffer that a visible op made may be overwritten by an invisible kernel. A value saved there could change
-without a trace. Running such a block uncompiled instead would change its numbers and its speed without a word. So a
+without a trace. Running such a block uncompiled instead would change its numbers and its speed silently. So a
 compiled block is refused by name. Wrappers that treat a block as a whole (``checkpoint_wrapper``, ``swap_wrapper``) keep
 nothing of single ops and work around compiled code.
 """

@@ -1,4 +1,4 @@
-"""From what was seen of single blocks to the kinds of a profile: bytes from one trial, seconds from others."""
+"""Makes the kinds of a profile from observed calls of blocks: bytes from one trial step, seconds from others."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Final
 
 from hyper_parallel.backends.torch.planner.blocks import BlockRef
 from hyper_parallel.backends.torch.planner.op_observer import ObservedCall, ObservedOp
-from hyper_parallel.backends.torch.planner.trial_steps import Call, Trial
+from hyper_parallel.backends.torch.planner.trial_steps import BlockCall, TrialStep
 from hyper_parallel.planner.profile import BLOCK_INPUT, BlockKind, Cut, CutRegion, OpProfile
 
-__all__ = ["fold", "make_kind", "shared_storages"]
+__all__ = ["group_by_kind", "make_kind", "shared_storages"]
 
 _MOST_KINDS_OF_ONE_CLASS: Final = 4  # more: the ops depend on the data, and one call stands for all
 _LEAST_OPS_OF_A_REGION: Final = 3
 _LARGE_SHARE: Final = 0.2  # of the block's time: a child worth a region of its own
 
 
-def fold(calls: Sequence[ObservedCall], blocks: Sequence[BlockRef]) -> tuple[list[int], list[int]]:
+def group_by_kind(calls: Sequence[ObservedCall], blocks: Sequence[BlockRef]) -> tuple[list[int], list[int]]:
     """The kind of every call, and for every kind the call that stands for it.
 
     Calls are alike when the module's class, its parameters and its ops are.
@@ -54,8 +54,8 @@ def shared_storages(calls: Sequence[ObservedCall]) -> set[int]:
 
 def make_kind(
     name: str,
-    memory: Call,
-    timings: Sequence[tuple[Trial, Call]],
+    memory: BlockCall,
+    timings: Sequence[tuple[TrialStep, BlockCall]],
     *,
     forward_seconds: float | None,
     backward_seconds: float | None,
@@ -104,7 +104,7 @@ def _clamped(indices: Iterable[int], least: int, count: int) -> tuple[int, ...]:
     return tuple(sorted({min(max(index, least), count - 1) for index in indices}))
 
 
-def _op_seconds(seen: ObservedCall, timings: Sequence[tuple[Trial, Call]]) -> list[float]:
+def _op_seconds(seen: ObservedCall, timings: Sequence[tuple[TrialStep, BlockCall]]) -> list[float]:
     """Medians over the trials that ran the same ops; where none did, the medians by name."""
     names = [(op.name, op.overload) for op in seen.ops]
     measured: list[list[float]] = []
@@ -121,7 +121,7 @@ def _op_seconds(seen: ObservedCall, timings: Sequence[tuple[Trial, Call]]) -> li
     return [statistics.median(by_name.get(name, [0.0])) for name in names]
 
 
-def _node_seconds(count: int, timings: Sequence[tuple[Trial, Call]]) -> tuple[list[float], float]:
+def _node_seconds(count: int, timings: Sequence[tuple[TrialStep, BlockCall]]) -> tuple[list[float], float]:
     totals: list[list[float]] = []
     for _, call in timings:
         assert call.seen is not None, "the block was observed"
@@ -137,7 +137,7 @@ def _node_seconds(count: int, timings: Sequence[tuple[Trial, Call]]) -> tuple[li
     return medians, sum(medians)
 
 
-def _node_bytes(memory: Call) -> list[int]:
+def _node_bytes(memory: BlockCall) -> list[int]:
     """Device bytes above the values still kept while each node ran (see ``OpProfile.backward_bytes``)."""
     seen, begin = memory.seen, memory.backward_begin
     assert seen is not None, "the block was observed"

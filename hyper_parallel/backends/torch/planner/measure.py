@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import statistics
 from collections.abc import Callable
@@ -14,22 +13,9 @@ from hyper_parallel.backends.torch.planner.meters import Meter, meter_for
 from hyper_parallel.backends.torch.planner.survey import require_step
 from hyper_parallel.backends.torch.planner.trial_guard import restored_after
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
+from hyper_parallel.records.step_measure import StepMeasure
 
-__all__ = ["StepMeasure", "measure_step"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepMeasure:
-    """A few steps, measured. Bytes and seconds are per step."""
-
-    peak_bytes: int
-    step_seconds: float
-    reserved_bytes: int
-    swapped_out_bytes: int
-    exposed_copy_seconds: float
-    late_loads: int
-    misses: int
-    is_complete: bool = True  # False: the device ran out of memory, and the peak is what it got to
+__all__ = ["measure_step"]
 
 
 def measure_step(

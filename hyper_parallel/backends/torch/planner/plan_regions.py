@@ -16,7 +16,6 @@ from hyper_parallel.backends.torch.checkpointing import checkpoint, swap
 from hyper_parallel.backends.torch.first_step import foretell
 from hyper_parallel.backends.torch.planner.blocks import BlockRef, fingerprint_of, refuse_wrapped, require_module
 from hyper_parallel.backends.torch.planner.compiled import refuse_compiled
-from hyper_parallel.backends.torch.planner.measure import StepMeasure
 from hyper_parallel.backends.torch.planner.op_names import op_name, op_overload
 from hyper_parallel.backends.torch.planner.replacements import AppliedBlocks, Replacements
 from hyper_parallel.config import SwapConfig, current_config
@@ -25,6 +24,7 @@ from hyper_parallel.errors import PlanError
 from hyper_parallel.fates import Fate
 from hyper_parallel.planner.plan import BlockPlan, Plan, RegionPlan
 from hyper_parallel.planner.profile import EngineSettings
+from hyper_parallel.records.step_measure import StepMeasure
 
 __all__ = ["AppliedPlan", "PlannedRegion", "apply_plan"]
 

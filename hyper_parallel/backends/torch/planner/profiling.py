@@ -4,7 +4,7 @@ Order of trials
 ---------------
 1. *Survey*: every block replayed, inputs swapped: which ops, which kinds. Gradients come into being here and stay for
    the other trials, as they are in a training run that accumulates: the larger of two cases.
-2. *Bytes*: one block of every kind left alone and seen op by op, the others replayed.
+2. *Bytes*: one block of every kind left alone and trials op by op, the others replayed.
 3. *Seconds*, several times: the same with clocks; the others swap their inputs, so that the link is measured under load.
 4. *Plain*: nothing changed, where that fits: the step's own peak and time.
 """
@@ -30,7 +30,7 @@ from hyper_parallel.backends.torch.planner.blocks import (
     fingerprint_of,
     require_module,
 )
-from hyper_parallel.backends.torch.planner.kinds import fold, make_kind, shared_storages
+from hyper_parallel.backends.torch.planner.kinds import group_by_kind, make_kind, shared_storages
 from hyper_parallel.backends.torch.planner.links import engine_settings, far_caps, measure_link
 from hyper_parallel.backends.torch.planner.meters import Meter, meter_for
 from hyper_parallel.backends.torch.planner.op_observer import ObservedCall
@@ -53,8 +53,8 @@ from hyper_parallel.backends.torch.planner.trial_steps import (
     REGION,
     REPLAYED,
     REPLAYED_SWAPPED,
-    Trial,
-    trial,
+    TrialStep,
+    trial_step,
 )
 from hyper_parallel.config import current_config
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
@@ -96,17 +96,17 @@ def profile_memory(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Seen:
-    """What all trials together showed."""
+class _Trials:
+    """The results of all trial steps of one profile."""
 
     calls: Sequence[ObservedCall]  # of the survey, in order
     kinds: Sequence[int]  # of each call
     stand_ins: Sequence[int]  # of each kind, the call that was observed
     base: BaseBytes
-    memory: Trial
-    timings: Sequence[Trial]
-    plain: Sequence[Trial]  # none where the step left alone does not fit
-    weighed: Trial | None
+    memory: TrialStep
+    timings: Sequence[TrialStep]
+    plain: Sequence[TrialStep]  # none where the step left alone does not fit
+    weighed: TrialStep | None
     host: Mapping[str, float]  # seconds to issue a step whose blocks are all treated alike
 
 
@@ -136,7 +136,7 @@ class _Profiler:
     def run(self) -> Profile:
         """All trials, then the record."""
         survey = self._survey()
-        kinds, stand_ins = fold(survey.calls, self.blocks)
+        kinds, stand_ins = group_by_kind(survey.calls, self.blocks)
         observed = {survey.calls[at].block for at in stand_ins}
         base = self._base()
         memory = self._trial(observed, rest=REPLAYED, reads_memory=True)
@@ -145,7 +145,7 @@ class _Profiler:
         kept = sum(kept_bytes(memory, survey.calls[stand_ins[kind]].block) for kind in kinds)
         plain, weighed = self._plain(memory, kept)
         return self._record(
-            _Seen(
+            _Trials(
                 calls=survey.calls,
                 kinds=kinds,
                 stand_ins=stand_ins,
@@ -193,13 +193,13 @@ class _Profiler:
             other=max(0, self.meter.active_bytes() - weights - gradients - optimizer),
         )
 
-    def _trial(self, observed: set[str], *, rest: str, reads_memory: bool) -> Trial:
+    def _trial(self, observed: set[str], *, rest: str, reads_memory: bool) -> TrialStep:
         how = {block.name: OBSERVED if block.name in observed else rest for block in self.blocks}
-        with trial(self.model, self.blocks, how, self.meter, reads_memory=reads_memory) as result:
+        with trial_step(self.model, self.blocks, how, self.meter, reads_memory=reads_memory) as result:
             self.step()
         return result
 
-    def _timed(self, observed: set[str]) -> Trial:
+    def _timed(self, observed: set[str]) -> TrialStep:
         with SwapManager().record_timeline() as spans:
             result = self._trial(observed, rest=REPLAYED_SWAPPED, reads_memory=False)
         self.spans.extend(spans)
@@ -209,11 +209,11 @@ class _Profiler:
         """How long the host takes to issue a step whose blocks are all treated like this."""
         self.meter.wait()
         how = {block.name: rest for block in self.blocks}
-        with trial(self.model, self.blocks, how, self.meter, reads_memory=False) as result:
+        with trial_step(self.model, self.blocks, how, self.meter, reads_memory=False) as result:
             self.step()
         return result.points[-1].host_seconds - result.points[0].host_seconds
 
-    def _plain(self, memory: Trial, kept: int) -> tuple[list[Trial], Trial | None]:
+    def _plain(self, memory: TrialStep, kept: int) -> tuple[list[TrialStep], TrialStep | None]:
         """The step left alone, timed and weighed; nothing where it does not fit."""
         capacity = self.meter.capacity_bytes()
         peak = max(point.peak_bytes for point in memory.points)
@@ -230,11 +230,11 @@ class _Profiler:
 
     # ------------------------------------------------------------------ the record
 
-    def _record(self, seen: _Seen) -> Profile:
+    def _record(self, trials: _Trials) -> Profile:
         config = current_config()
         backend = backend_for(self.device, config)
         assert backend is not None, "a device that has a meter has a backend"
-        rows = _rows(seen)
+        rows = _rows(trials)
         return Profile(
             versions=Versions(
                 framework="torch",
@@ -244,31 +244,31 @@ class _Profiler:
                 python_version=platform.python_version(),
             ),
             model_fingerprint=fingerprint_of(self.model),
-            base=seen.base,
-            kinds=tuple(self._kind(seen, kind) for kind in range(len(seen.stand_ins))),
+            base=trials.base,
+            kinds=tuple(self._kind(trials, kind) for kind in range(len(trials.stand_ins))),
             blocks=rows,
-            prologue=prologue(seen.memory, seen.plain or seen.timings, rows[0].input_bytes),
-            epilogue=epilogue(seen.memory, seen.plain or seen.timings),
-            measured=self._measured(seen.plain, seen.weighed),
+            prologue=prologue(trials.memory, trials.plain or trials.timings, rows[0].input_bytes),
+            epilogue=epilogue(trials.memory, trials.plain or trials.timings),
+            measured=self._measured(trials.plain, trials.weighed),
             link=measure_link(backend, self.meter, self.spans),
             far=far_caps(config),
             engine=engine_settings(config),
             # A simulated device is the host, and its time is counted already.
-            host=HostCost() if self.meter.is_simulated else host_cost(seen.plain, seen.host, seen.calls),
+            host=HostCost() if self.meter.is_simulated else host_cost(trials.plain, trials.host, trials.calls),
         )
 
-    def _kind(self, seen: _Seen, kind: int) -> BlockKind:
-        name = seen.calls[seen.stand_ins[kind]].block
-        members = [number for number, of in enumerate(seen.kinds) if of == kind]
+    def _kind(self, trials: _Trials, kind: int) -> BlockKind:
+        name = trials.calls[trials.stand_ins[kind]].block
+        members = [number for number, of in enumerate(trials.kinds) if of == kind]
         return make_kind(
             next(block.module.__class__.__name__ for block in self.blocks if block.name == name),
-            call_of(seen.memory, name),
-            [(one, call_of(one, name)) for one in seen.timings],
-            forward_seconds=median([forward_seconds(one, number) for one in seen.plain for number in members]),
-            backward_seconds=median([backward_seconds(one, number) for one in seen.plain for number in members]),
+            call_of(trials.memory, name),
+            [(one, call_of(one, name)) for one in trials.timings],
+            forward_seconds=median([forward_seconds(one, number) for one in trials.plain for number in members]),
+            backward_seconds=median([backward_seconds(one, number) for one in trials.plain for number in members]),
         )
 
-    def _measured(self, plain: Sequence[Trial], weighed: Trial | None) -> Measured:
+    def _measured(self, plain: Sequence[TrialStep], weighed: TrialStep | None) -> Measured:
         under = "none"
         if not plain or weighed is None:
             under = "every block replayed"
@@ -286,13 +286,13 @@ class _Profiler:
         )
 
 
-def _rows(seen: _Seen) -> tuple[Block, ...]:
-    shared = shared_storages(seen.calls)
-    given = [sum(n for key, n in call.input_storages.items() if key not in shared) for call in seen.calls]
-    given[0] = min(given[0], made_before_blocks(seen.memory))  # a batch that was there before belongs to the base
+def _rows(trials: _Trials) -> tuple[Block, ...]:
+    shared = shared_storages(trials.calls)
+    given = [sum(n for key, n in call.input_storages.items() if key not in shared) for call in trials.calls]
+    given[0] = min(given[0], made_before_blocks(trials.memory))  # a batch that was there before belongs to the base
     return tuple(
         Block(name=call.block, kind=kind, input_bytes=nbytes)
-        for call, kind, nbytes in zip(seen.calls, seen.kinds, given)
+        for call, kind, nbytes in zip(trials.calls, trials.kinds, given)
     )
 
 

@@ -39,7 +39,7 @@ class Replacements:
     ) -> None:
         """Let every call of ``module`` go through ``checkpoint_fn``.
 
-        ``may_be_compiled``: the function treats the module as a whole and asks nobody about single ops.
+        ``may_be_compiled``: the function treats the module as a whole and does not decide about single ops.
         """
         locations = locations_of(self._model, module)
         if not locations:

@@ -1,4 +1,4 @@
-"""What lies around the blocks, and what the host spends: read from the points of trial steps."""
+"""What runs before and after the blocks, and what the host spends: read from the points of trial steps."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hyper_parallel.backends.torch.planner.trial_steps import (
     REGION,
     REPLAYED,
     REPLAYED_SWAPPED,
-    Call,
-    Point,
-    Trial,
+    BlockCall,
+    TrialPoint,
+    TrialStep,
 )
 from hyper_parallel.planner.profile import HostCost, Segment
 
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-def host_cost(plain: Sequence[Trial], host: Mapping[str, float], calls: Sequence[ObservedCall]) -> HostCost:
+def host_cost(plain: Sequence[TrialStep], host: Mapping[str, float], calls: Sequence[ObservedCall]) -> HostCost:
     """Where the step left alone does not fit there is nothing to compare with, and the host counts for nothing."""
     issuing = median([one.points[-1].host_seconds - one.points[0].host_seconds for one in plain])
     if issuing is None:
@@ -50,12 +50,12 @@ def median(values: Sequence[float | None]) -> float | None:
     return statistics.median(known) if known else None
 
 
-def call_of(one: Trial, name: str) -> Call:
+def call_of(one: TrialStep, name: str) -> BlockCall:
     """The first call of a block."""
     return next(call for call in one.calls if call.block == name)
 
 
-def forward_seconds(one: Trial, number: int) -> float | None:
+def forward_seconds(one: TrialStep, number: int) -> float | None:
     """How long the forward of call ``number`` took."""
     if number >= len(one.calls):
         return None
@@ -64,7 +64,7 @@ def forward_seconds(one: Trial, number: int) -> float | None:
     return None if call.forward_end is None else one.seconds(call.forward_begin, call.forward_end)
 
 
-def backward_seconds(one: Trial, number: int) -> float | None:
+def backward_seconds(one: TrialStep, number: int) -> float | None:
     """How long its backward took; None for a block whose input needs no gradient."""
     if number >= len(one.calls):
         return None
@@ -74,21 +74,21 @@ def backward_seconds(one: Trial, number: int) -> float | None:
     return one.seconds(call.backward_begin, call.backward_end)
 
 
-def kept_bytes(memory: Trial, name: str) -> int:
+def kept_bytes(memory: TrialStep, name: str) -> int:
     """What backward keeps of an observed block."""
     seen = call_of(memory, name).seen
     assert seen is not None, "the block was observed"
     return sum(op.kept_bytes for op in seen.ops)
 
 
-def made_before_blocks(memory: Trial) -> int:
+def made_before_blocks(memory: TrialStep) -> int:
     """Bytes that the step made before its first block."""
     first = memory.calls[0].forward_begin
     assert first is not None, "every call has a beginning"
     return max(0, first.active_bytes - memory.points[0].active_bytes)
 
 
-def prologue(memory: Trial, timed: Sequence[Trial], input_bytes: int) -> Segment:
+def prologue(memory: TrialStep, timed: Sequence[TrialStep], input_bytes: int) -> Segment:
     """What runs before the blocks, and last in backward."""
     start, first = memory.points[0], memory.calls[0].forward_begin
     assert first is not None, "every call has a beginning"
@@ -107,12 +107,12 @@ def prologue(memory: Trial, timed: Sequence[Trial], input_bytes: int) -> Segment
     )
 
 
-def _before_blocks(one: Trial) -> float | None:
+def _before_blocks(one: TrialStep) -> float | None:
     first = one.calls[0].forward_begin
     return None if first is None else one.seconds(one.points[0], first)
 
 
-def _after_blocks(one: Trial) -> float | None:
+def _after_blocks(one: TrialStep) -> float | None:
     end = one.calls[0].backward_end
     return None if end is None else one.seconds(end, one.points[-1])
 
@@ -121,13 +121,13 @@ def _after_blocks(one: Trial) -> float | None:
 class _Turn:
     """Between the last block's forward and its backward."""
 
-    last: Point
-    turn: Point  # where the model's forward ended
-    begin: Point  # where the last block's backward begins
-    inside: list[Point]  # every point between, the first excluded
+    last: TrialPoint
+    turn: TrialPoint  # where the model's forward ended
+    begin: TrialPoint  # where the last block's backward begins
+    inside: list[TrialPoint]  # every point between, the first excluded
 
 
-def _turn_of(one: Trial) -> _Turn | None:
+def _turn_of(one: TrialStep) -> _Turn | None:
     last = max((call.forward_end for call in one.calls if call.forward_end), key=lambda point: point.host_seconds)
     begins = [call.backward_begin for call in one.calls if call.backward_begin is not None]
     begin = min(begins, key=lambda point: point.host_seconds) if begins else None
@@ -138,21 +138,21 @@ def _turn_of(one: Trial) -> _Turn | None:
     return _Turn(last, turn, begin, inside)
 
 
-def epilogue(memory: Trial, timed: Sequence[Trial]) -> Segment:
+def epilogue(memory: TrialStep, timed: Sequence[TrialStep]) -> Segment:
     """Head and loss."""
-    span = _turn_of(memory)
-    if span is None:
+    turn = _turn_of(memory)
+    if turn is None:
         return Segment()
-    output = next(call.output_bytes for call in memory.calls if call.forward_end is span.last)
-    ground = span.last.active_bytes - output
-    at_turn = span.inside.index(span.turn) + 1 if span.turn in span.inside else 0
-    forward = max((point.peak_bytes for point in span.inside[:at_turn]), default=span.last.active_bytes)
-    backward = max((point.peak_bytes for point in span.inside[at_turn:]), default=span.turn.active_bytes)
+    output = next(call.output_bytes for call in memory.calls if call.forward_end is turn.last)
+    ground = turn.last.active_bytes - output
+    at_turn = turn.inside.index(turn.turn) + 1 if turn.turn in turn.inside else 0
+    forward = max((point.peak_bytes for point in turn.inside[:at_turn]), default=turn.last.active_bytes)
+    backward = max((point.peak_bytes for point in turn.inside[at_turn:]), default=turn.turn.active_bytes)
     turns = [(one, _turn_of(one)) for one in timed]
     return Segment(
         forward_seconds=median([one.seconds(turn.last, turn.turn) for one, turn in turns if turn is not None]) or 0.0,
         backward_seconds=median([one.seconds(turn.turn, turn.begin) for one, turn in turns if turn is not None]) or 0.0,
-        kept_bytes=max(0, span.turn.active_bytes - ground),
+        kept_bytes=max(0, turn.turn.active_bytes - ground),
         forward_transient_bytes=max(0, forward - ground),
-        backward_transient_bytes=max(0, backward - span.turn.active_bytes),
+        backward_transient_bytes=max(0, backward - turn.turn.active_bytes),
     )

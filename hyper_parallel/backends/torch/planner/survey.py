@@ -1,7 +1,7 @@
-"""The first look at a step: which blocks it runs, in which order, with which ops; under as little memory as there is.
+"""The survey of a step: which blocks it runs, in which order, with which ops; under as little memory as there is.
 
-Every block is replayed and its inputs are swapped, so that a step that does not fit by itself can be looked at all the
-same.
+Every block is replayed and its inputs are swapped, so that a step that does not fit when it is left alone can be
+surveyed as well.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Survey:
 
 
 class _SurveyedBlock:
-    """The checkpoint function of one block while the first look is taken."""
+    """The checkpoint function of one block while the survey is taken."""
 
     def __init__(self, block: BlockRef, paths: ModulePaths, survey: Survey) -> None:
         self._block = block
@@ -96,7 +96,7 @@ def on_backward(output: Any, callback: Callable[[Any], None]) -> None:
 
 @contextlib.contextmanager
 def surveyed(model: nn.Module, blocks: Sequence[BlockRef]) -> Iterator[Survey]:
-    """Blocks that are replayed and looked at; they are put back at the end."""
+    """Blocks that are replayed and observed; they are put back at the end."""
     survey, paths, replacements = Survey(), ModulePaths(), Replacements(model)
     try:
         paths.watch(blocks)

@@ -1,4 +1,4 @@
-"""Trial steps that leave no trace.
+"""A guard around trial steps: it puts back what they change.
 
 Before: the module tree, training flags, gradients, buffers, random states and the versions of the parameters are written
 down; large values on the host, so that the device's peak is not ours. After: everything is put back.
@@ -126,7 +126,10 @@ def restored_after(model: nn.Module, device: torch.device, *, who: str) -> Itera
     """Put back what trial steps inside change; raise what they changed for good, also where they end in an error."""
     snapshot = _Snapshot(model, device)
     manager = SwapManager()
-    first_step, manager.first_step = manager.first_step, FirstStep(is_over=True)  # trial steps are nobody's first
+    first_step, manager.first_step = (
+        manager.first_step,
+        FirstStep(is_over=True),
+    )  # a trial step is not the user's first step
     optimizers = register_optimizer_step_pre_hook(_OptimizerStops(model, who))
     failure: BaseException | None = None
     try:

@@ -1,4 +1,4 @@
-"""Trial steps with eyes: points where blocks begin and end, forward and backward, and single blocks seen op by op.
+"""Trial steps that are measured: points where blocks begin and end, forward and backward, and single blocks seen op by op.
 
 In a trial a block is *replayed* (as little memory as there is), *alone* (left as it is) or *observed* (alone, and seen op by
 op, forward and backward). Reading memory takes time, so a trial reads either bytes or seconds.
@@ -26,14 +26,25 @@ from hyper_parallel.backends.torch.planner.replacements import Replacements
 from hyper_parallel.backends.torch.planner.survey import on_backward
 from hyper_parallel.core.activation_checkpoint.activation_checkpoint import CheckpointPolicy
 
-__all__ = ["ALONE", "OBSERVED", "REGION", "REPLAYED", "REPLAYED_SWAPPED", "Call", "NodeRun", "Point", "Trial", "trial"]
+__all__ = [
+    "ALONE",
+    "OBSERVED",
+    "REGION",
+    "REPLAYED",
+    "REPLAYED_SWAPPED",
+    "BlockCall",
+    "NodeRun",
+    "TrialPoint",
+    "TrialStep",
+    "trial_step",
+]
 
 ALONE, OBSERVED, REPLAYED, REPLAYED_SWAPPED = "alone", "observed", "replayed", "replayed, inputs swapped"
 REGION = "a region whose policy keeps nothing"  # what asking costs the host
 
 
 @dataclasses.dataclass
-class Point:
+class TrialPoint:
     """One moment of a trial step."""
 
     name: str
@@ -54,33 +65,33 @@ class NodeRun:
 
 
 @dataclasses.dataclass
-class Call:
+class BlockCall:
     """One call of one block."""
 
     block: str
-    forward_begin: Point | None = None
-    forward_end: Point | None = None
-    backward_begin: Point | None = None
-    backward_end: Point | None = None
+    forward_begin: TrialPoint | None = None
+    forward_end: TrialPoint | None = None
+    backward_begin: TrialPoint | None = None
+    backward_end: TrialPoint | None = None
     output_bytes: int = 0
     seen: ObservedCall | None = None
     nodes: list[NodeRun] = dataclasses.field(default_factory=list)
 
 
-class Trial:
-    """What one step showed."""
+class TrialStep:
+    """What was measured of one step: points, calls of blocks, and the autograd nodes of observed blocks."""
 
     def __init__(self, meter: Meter, *, reads_memory: bool) -> None:
         self.meter = meter
         self.reads_memory = reads_memory
-        self.points: list[Point] = []
-        self.calls: list[Call] = []
+        self.points: list[TrialPoint] = []
+        self.calls: list[BlockCall] = []
         self._open_node: NodeRun | None = None
 
-    def point(self, name: str) -> Point:
+    def point(self, name: str) -> TrialPoint:
         """This moment."""
         self.close_node()
-        point = Point(name, host_seconds=time.perf_counter())
+        point = TrialPoint(name, host_seconds=time.perf_counter())
         if self.reads_memory:
             point.active_bytes, point.peak_bytes = self.meter.active_bytes(), self.meter.peak_bytes()
             self.meter.reset_peak()
@@ -89,7 +100,7 @@ class Trial:
         self.points.append(point)
         return point
 
-    def open_node(self, call: Call, op: int) -> None:
+    def open_node(self, call: BlockCall, op: int) -> None:
         """A node of an observed block begins."""
         self.close_node()
         node = NodeRun(op)
@@ -119,7 +130,7 @@ class Trial:
                     node.seconds = self.meter.seconds(*node.mark)
                     node.mark = None
 
-    def seconds(self, start: Point, end: Point) -> float:
+    def seconds(self, start: TrialPoint, end: TrialPoint) -> float:
         """Device time between two points of a trial that reads seconds."""
         return self.meter.seconds(start.mark, end.mark)
 
@@ -127,7 +138,7 @@ class Trial:
 class _TrialBlock:
     """The checkpoint function of one block during a trial."""
 
-    def __init__(self, block: BlockRef, how: str, paths: ModulePaths, trial: Trial) -> None:
+    def __init__(self, block: BlockRef, how: str, paths: ModulePaths, trial: TrialStep) -> None:
         self._block = block
         self._how = how
         self._paths = paths
@@ -137,7 +148,7 @@ class _TrialBlock:
         if not torch.is_grad_enabled() or is_in_backward():
             return function(*args, **kwargs)
         trial, name = self._trial, self._block.name
-        call = Call(name)
+        call = BlockCall(name)
         trial.calls.append(call)
         call.forward_begin = trial.point(f"{name} forward")
         on_backward((args, kwargs), lambda _: _set(call, "backward_end", trial.point(f"{name} backward ends")))
@@ -147,7 +158,7 @@ class _TrialBlock:
         on_backward(output, lambda _: _set(call, "backward_begin", trial.point(f"{name} backward")))
         return output
 
-    def _run(self, call: Call, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    def _run(self, call: BlockCall, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         if self._how == ALONE:
             return function(*args, **kwargs)
         if self._how != OBSERVED:
@@ -176,7 +187,7 @@ def _keep_nothing(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPol
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _set(call: Call, name: str, point: Point) -> None:
+def _set(call: BlockCall, name: str, point: TrialPoint) -> None:
     if getattr(call, name) is None:
         setattr(call, name, point)
 
@@ -186,7 +197,7 @@ def _bytes_of(output: Any) -> int:
     return sum(storages.values())
 
 
-def _watch_nodes(trial: Trial, call: Call, output: Any) -> None:
+def _watch_nodes(trial: TrialStep, call: BlockCall, output: Any) -> None:
     """Have every node that the block's forward made say when it runs."""
     seen = call.seen
     assert seen is not None, "the block was observed"
@@ -211,7 +222,7 @@ def _watch_nodes(trial: Trial, call: Call, output: Any) -> None:
 class _NodeBegins:
     """A prehook."""
 
-    def __init__(self, trial: Trial, call: Call, op: int) -> None:
+    def __init__(self, trial: TrialStep, call: BlockCall, op: int) -> None:
         self._trial = trial
         self._call = call
         self._op = op
@@ -221,11 +232,11 @@ class _NodeBegins:
 
 
 @contextlib.contextmanager
-def trial(
+def trial_step(
     model: nn.Module, blocks: Sequence[BlockRef], how: Mapping[str, str], meter: Meter, *, reads_memory: bool
-) -> Iterator[Trial]:
+) -> Iterator[TrialStep]:
     """One trial step is run inside; ``how`` says what happens to each block by name."""
-    result, paths, replacements = Trial(meter, reads_memory=reads_memory), ModulePaths(), Replacements(model)
+    result, paths, replacements = TrialStep(meter, reads_memory=reads_memory), ModulePaths(), Replacements(model)
     ended = model.register_forward_hook(lambda *_: _note_model_end(result))
     try:
         paths.watch([block for block in blocks if how[block.name] == OBSERVED])
@@ -242,6 +253,6 @@ def trial(
         replacements.restore()
 
 
-def _note_model_end(result: Trial) -> None:
+def _note_model_end(result: TrialStep) -> None:
     if not is_in_backward():
         result.point("model forward ends")

@@ -1,4 +1,4 @@
-"""Ways of running the same step, one word each: what the demo and the benchmark compare."""
+"""Ways of running the same step, each with a short name: what the demo and the benchmark compare."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""The bookkeeping of room: which spans of which slabs are lent, and which are free.
+"""Which ranges of which slabs are lent, and which are free.
 
-This room is pure arithmetic. It knows no device, no file, no thread: whoever owns an :class:`Arena` holds its own lock
+This module is arithmetic only. It knows no device, no file, no thread: the owner of an :class:`Arena` holds its own lock
 around every call.
 
 Why leases may be scattered
 ---------------------------
-A range allocator that insists on contiguous room fragments under changing shapes, and must then grow although enough
-bytes are free. Here a request that fits no single free span is served by several. So an arena has to grow only when
+A range allocator that insists on contiguous space fragments under changing shapes, and must then grow although enough
+bytes are free. Here a request that fits no single free range is served by several. So an arena has to grow only when
 the free bytes are fewer than those asked for, whatever the order of sizes: held bytes never exceed the peak of lent
-bytes by more than what the owner chose to add. One contiguous span is always preferred, the fewest spans come second.
+bytes by more than what the owner chose to add. One contiguous range is always preferred, the fewest ranges come second.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class SlabRange(NamedTuple):
 
 
 class Arena:
-    """Lends spans of slabs: best fit, coalescing, scattered where no single span is large enough.
+    """Lends ranges of slabs: best fit, coalescing, scattered where no single range is large enough.
 
-    ``granule_bytes``: every span starts and ends at a multiple of it (the end of a slab may be one too).
+    ``granule_bytes``: every range starts and ends at a multiple of it (the end of a slab may be one too).
     """
 
     def __init__(self, granule_bytes: int) -> None:
@@ -61,7 +61,7 @@ class Arena:
         return -(-nbytes // self.granule_bytes) * self.granule_bytes
 
     def add_slab(self, nbytes: int) -> int:
-        """Take a new slab of ``nbytes`` into the books; the answer names it in every span."""
+        """Add a new slab of ``nbytes``; the answer is its number in every range."""
         self._check_granular(nbytes)
         slab = self._next_slab
         self._next_slab += 1
@@ -82,7 +82,7 @@ class Arena:
         """Forget an idle slab; the answer is its size."""
         nbytes = self._slab_bytes[slab]
         if self._free_at_start.get((slab, 0)) != nbytes:
-            raise ValueError(f"Arena.remove_slab: slab {slab} is still lent in part; give its spans back first")
+            raise ValueError(f"Arena.remove_slab: slab {slab} is still lent in part; give its ranges back first")
         self._forget_free(slab, 0, nbytes)
         del self._slab_bytes[slab]
         self.held_bytes -= nbytes
@@ -94,42 +94,42 @@ class Arena:
         return sorted(idle, key=self._slab_bytes.__getitem__)
 
     def take(self, nbytes: int) -> tuple[SlabRange, ...] | None:
-        """Lend ``nbytes`` in whole granules: one span if any is large enough, else the fewest; None: too few free."""
+        """Lend ``nbytes`` in whole granules: one range if any is large enough, else the fewest; None: too few free."""
         wanted = self.round_up(nbytes)
         if wanted < 1:
             raise ValueError(f"Arena.take: expected at least 1 byte, got {nbytes}")
         if wanted > self.free_bytes:
             return None
-        spans: list[SlabRange] = []
+        ranges: list[SlabRange] = []
         while wanted:
-            # The smallest span that holds the rest, else the largest there is: large spans survive, pieces are few.
+            # The smallest range that holds the rest, else the largest there is: large ranges survive, pieces are few.
             at = min(bisect.bisect_left(self._free_by_size, (wanted, -1, -1)), len(self._free_by_size) - 1)
             size, slab, start = self._free_by_size[at]
             taken = min(size, wanted)
             self._forget_free(slab, start, size)
             if taken < size:
                 self._remember_free(slab, start + taken, size - taken)
-            spans.append(SlabRange(slab, start, taken))
+            ranges.append(SlabRange(slab, start, taken))
             wanted -= taken
-        self._lent.update(spans)
-        return tuple(spans)
+        self._lent.update(ranges)
+        return tuple(ranges)
 
-    def give(self, spans: tuple[SlabRange, ...]) -> None:
-        """Take lent spans back. A span that is not lent is an error, and then nothing changes."""
-        if len(set(spans)) != len(spans) or not self._lent.issuperset(spans):
-            unknown = [span for span in spans if span not in self._lent]
-            raise ValueError(f"Arena.give: not lent, or given twice: {unknown or spans}")
-        self._lent.difference_update(spans)
-        for span in spans:
-            self._free(span.slab, span.start, span.nbytes)
+    def give(self, ranges: tuple[SlabRange, ...]) -> None:
+        """Take lent ranges back. A range that is not lent is an error, and then nothing changes."""
+        if len(set(ranges)) != len(ranges) or not self._lent.issuperset(ranges):
+            unknown = [lent for lent in ranges if lent not in self._lent]
+            raise ValueError(f"Arena.give: not lent, or given twice: {unknown or ranges}")
+        self._lent.difference_update(ranges)
+        for lent in ranges:
+            self._free(lent.slab, lent.start, lent.nbytes)
 
-    def split(self, span: SlabRange, nbytes: int) -> tuple[SlabRange, SlabRange]:
-        """Cut a lent span in two that are lent; the first has ``nbytes``."""
-        if span not in self._lent or not 0 < nbytes < span.nbytes or nbytes % self.granule_bytes:
-            raise ValueError(f"Arena.split: cannot cut {nbytes} bytes off {span}; it must be lent and longer")
-        first = SlabRange(span.slab, span.start, nbytes)
-        second = SlabRange(span.slab, span.start + nbytes, span.nbytes - nbytes)
-        self._lent.remove(span)
+    def split(self, lent: SlabRange, nbytes: int) -> tuple[SlabRange, SlabRange]:
+        """Cut a lent range in two that are lent; the first has ``nbytes``."""
+        if lent not in self._lent or not 0 < nbytes < lent.nbytes or nbytes % self.granule_bytes:
+            raise ValueError(f"Arena.split: cannot cut {nbytes} bytes off {lent}; it must be lent and longer")
+        first = SlabRange(lent.slab, lent.start, nbytes)
+        second = SlabRange(lent.slab, lent.start + nbytes, lent.nbytes - nbytes)
+        self._lent.remove(lent)
         self._lent.update((first, second))
         return first, second
 

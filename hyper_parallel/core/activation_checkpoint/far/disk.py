@@ -1,4 +1,4 @@
-"""A file as far memory: room is promised only where the file system has it, and bytes are moved by worker threads.
+"""A file as far memory: space is promised only where the file system has it, and bytes are moved by worker threads.
 
 Where the device *is* host memory, a worker writes straight from the source and reads straight into the target, and the
 copy's completion is the end of that. On a real device the bytes pass through two small pinned buffers per worker, so
@@ -67,7 +67,7 @@ class DiskTier:
         self._file = SwapFile(directory)
         self._reserve_bytes = min(RESERVE_BYTES, self._file.total_bytes() // 20)
         self._workers = Workers(self._file.path, wait_limit_s=wait_limit_s)
-        # An interrupt may lose a lease on its way to its owner: then its room is never returned, and close() cannot end the
+        # An interrupt may lose a lease on its way to its owner: then its space is never returned, and close() cannot end the
         # threads. They end with the tier in any case.
         weakref.finalize(self, self._workers.stop, join=False)
         self._arena = Arena(BLOCK_BYTES)
@@ -87,7 +87,7 @@ class DiskTier:
         return self._file.is_direct
 
     def reserve(self, backend: DeviceBackend, nbytes: int) -> Lease | Refusal:
-        """Room for ``nbytes`` whose blocks the file system has already set aside, or why there is none."""
+        """Space for ``nbytes`` whose blocks the file system has already set aside, or why there is none."""
         if nbytes < 1:
             raise ValueError(f"DiskTier.reserve: expected at least 1 byte, got {nbytes}")
         with self._lock:
@@ -98,35 +98,35 @@ class DiskTier:
             if refusal is not None:
                 self._refusals += 1
                 return refusal
-            spans = self._arena.take(nbytes)
-            assert spans is not None
+            ranges = self._arena.take(nbytes)
+            assert ranges is not None
             self._live_bytes += nbytes
             self._peak_live_bytes = max(self._peak_live_bytes, self._live_bytes)
-            return Lease(self, nbytes, _Place(spans, nbytes))
+            return Lease(self, nbytes, _DiskExtent(ranges, nbytes))
 
     def write(
         self, lease: Lease, source: FlatBytes, *, backend: DeviceBackend, stream: Stream, ready: Event
     ) -> Completion:
         """Queue the copy to the file; holds the caller only while the queue of unwritten bytes is full."""
-        place: _Place = lease.place
-        copy = _Copy(place, source, backend, stream, ready)
+        extent: _DiskExtent = lease.extent
+        copy = _Copy(extent, source, backend, stream, ready)
         if not backend.is_host_memory:
             backend.wait_event(stream, ready)
         completion = DiskCompletion(self._workers, backend)
         with self._lock:
-            place.state = _State.WRITING
-            place.num_jobs += 1
+            extent.state = _State.WRITING
+            extent.num_jobs += 1
             self._written_bytes += lease.nbytes
-        self._submit(place, Job(Direction.WRITE, lease.nbytes, completion, lambda end: self._run_write(copy, end)))
+        self._submit(extent, Job(Direction.WRITE, lease.nbytes, completion, lambda end: self._run_write(copy, end)))
         return completion
 
     def read(
         self, lease: Lease, target: FlatBytes, *, backend: DeviceBackend, stream: Stream, ready: Event
     ) -> Completion:
         """Queue the copy back, after the copy out."""
-        place: _Place = lease.place
-        copy = _Copy(place, target, backend, stream, ready)
-        if place.state is _State.EMPTY:
+        extent: _DiskExtent = lease.extent
+        copy = _Copy(extent, target, backend, stream, ready)
+        if extent.state is _State.EMPTY:
             raise FarMemoryError(
                 f"disk: cannot read a lease of {lease.nbytes} bytes; because nothing was written to it"
             )
@@ -135,12 +135,12 @@ class DiskTier:
         completion = DiskCompletion(self._workers, backend)
         job = Job(Direction.READ, lease.nbytes, completion, lambda end: self._run_read(copy, end))
         with self._lock:
-            place.num_jobs += 1
+            extent.num_jobs += 1
             self._read_bytes += lease.nbytes
-            if place.state is _State.WRITING:
-                place.waiting.append(job)
+            if extent.state is _State.WRITING:
+                extent.waiting.append(job)
                 return completion
-        self._submit(place, job)
+        self._submit(extent, job)
         return completion
 
     def residue_bytes(self, lease: Lease) -> int | None:
@@ -148,14 +148,14 @@ class DiskTier:
 
         None while that is not known: nothing was written yet, or not from host memory.
         """
-        place: _Place = lease.place
-        return place.residue_bytes
+        extent: _DiskExtent = lease.extent
+        return extent.residue_bytes
 
     def release(self, lease: Lease, after: Completion | None) -> None:
-        """Take the room back once ``after`` is done and no worker uses it. Takes no lock it could already hold."""
-        lease.place.is_released = True
+        """Take the space back once ``after`` is done and no worker uses it. Takes no lock it could already hold."""
+        lease.extent.is_released = True
         self._released.append((lease, after))
-        if self._closed:  # nobody will reserve and drain any more
+        if self._closed:  # no later reserve will drain it
             self._drain_if_free()
 
     def statistics(self) -> TierStatistics:
@@ -179,7 +179,9 @@ class DiskTier:
         """End the workers and give the file back; while leases are out, the last release does that."""
         with self._lock:
             self._closed = True
-        with contextlib.suppress(DiskTierError):  # who waits for those bytes was told; closing goes on
+        with contextlib.suppress(
+            DiskTierError
+        ):  # the caller that waits for those bytes gets the error; closing goes on
             self._workers.wait_until_idle()
         with self._lock:
             self._drain()
@@ -193,7 +195,7 @@ class DiskTier:
             self._workers.stop(join=True)
 
     def retire(self) -> None:
-        """Nobody will reserve any more. Close without a wait: now, or with the last release or the last job's end."""
+        """Called when nothing will reserve any more. Close without a wait: now, or with the last release or job."""
         self._closed = True
         self._drain_if_free()
 
@@ -217,10 +219,10 @@ class DiskTier:
         limit = self._arena.held_bytes + needed_bytes if self._limit_bytes is None else self._limit_bytes
         if self._arena.held_bytes + needed_bytes > limit:
             return Refusal.OVER_LIMIT
-        room = self._file.free_bytes() - self._reserve_bytes
-        if needed_bytes > room:
+        space = self._file.free_bytes() - self._reserve_bytes
+        if needed_bytes > space:
             return Refusal.NO_SPACE
-        capped = room if self._limit_bytes is None else min(room, self._limit_bytes - self._arena.held_bytes)
+        capped = space if self._limit_bytes is None else min(space, self._limit_bytes - self._arena.held_bytes)
         growth = max(needed_bytes, min(GROWTH_BYTES, capped // BLOCK_BYTES * BLOCK_BYTES))
         try:
             self._file.grow(growth)
@@ -253,12 +255,12 @@ class DiskTier:
             self._in_flight.append((lease, after))
         still: list[tuple[Lease, Completion | None]] = []
         for lease, after in self._in_flight:
-            place: _Place = lease.place
-            if place.num_jobs or not (after is None or after.is_done()):
+            extent: _DiskExtent = lease.extent
+            if extent.num_jobs or not (after is None or after.is_done()):
                 still.append((lease, after))
             else:
-                self._arena.give(place.spans)
-                place.kept.clear()
+                self._arena.give(extent.ranges)
+                extent.kept.clear()
         self._in_flight = still
         if self._closed and not self._shut and not self._arena.lent_bytes:
             self._shut = True
@@ -268,19 +270,19 @@ class DiskTier:
                 self._budget.refund(pool.nbytes)
             self._staging.clear()
 
-    def _submit(self, place: _Place, job: Job) -> None:
+    def _submit(self, extent: _DiskExtent, job: Job) -> None:
         try:
             self._workers.submit(job)
         except BaseException:
             with self._lock:
-                place.num_jobs -= 1
+                extent.num_jobs -= 1
             raise
 
     def _run_write(self, copy: _Copy, completion: DiskCompletion) -> None:
-        place = copy.place
+        extent = copy.extent
         try:
             with self._lock:
-                is_wanted = not (place.is_released and place.num_jobs == 1)
+                is_wanted = not (extent.is_released and extent.num_jobs == 1)
             if not is_wanted:
                 completion.finish()
             elif copy.backend.is_host_memory:
@@ -291,9 +293,9 @@ class DiskTier:
                 self._write_staged(copy, completion)
         finally:
             with self._lock:
-                place.state = _State.WRITTEN
-                place.num_jobs -= 1
-                waiting, place.waiting = place.waiting, []
+                extent.state = _State.WRITTEN
+                extent.num_jobs -= 1
+                waiting, extent.waiting = extent.waiting, []
                 self._close_after_last_job()
             for job in waiting:
                 self._workers.submit(job, may_wait=False)
@@ -301,17 +303,17 @@ class DiskTier:
     def _write_in_place(self, copy: _Copy, completion: DiskCompletion) -> None:
         copy.backend.synchronize_event(copy.ready)
         view = copy.backend.host_view(copy.flat)
-        copy.place.residue_bytes = residue_of(view)
-        for piece in copy.place.pieces(PIECE_BYTES):
+        copy.extent.residue_bytes = residue_of(view)
+        for piece in copy.extent.pieces(PIECE_BYTES):
             part = view[piece.start : piece.start + piece.nbytes]
-            # On failure the source itself is what is kept: it is host memory, and nobody changes a saved value.
-            self._store(copy.place, piece, part, part, completion)
+            # On failure the source itself is what is kept: it is host memory, and a saved value is not changed.
+            self._store(copy.extent, piece, part, part, completion)
 
     def _write_staged(self, copy: _Copy, completion: DiskCompletion) -> None:
-        backend, place = copy.backend, copy.place
+        backend, extent = copy.backend, copy.extent
         with self._staging[type(backend), backend.name].pair() as buffers:
             queued: tuple[_Piece, _Buffer, Event] | None = None
-            for number, piece in enumerate(place.pieces(STAGING_BYTES)):
+            for number, piece in enumerate(extent.pieces(STAGING_BYTES)):
                 buffer = buffers[number % 2]
                 buffer.wait_until_idle(backend)
                 part = copy.flat[piece.start : piece.start + piece.nbytes]
@@ -333,21 +335,21 @@ class DiskTier:
     ) -> None:
         copy.backend.synchronize_event(event)
         view = copy.backend.host_view(buffer.flat)[: piece.nbytes]
-        self._store(copy.place, piece, view, None, completion)
+        self._store(copy.extent, piece, view, None, completion)
 
     def _store(
-        self, place: _Place, piece: _Piece, view: memoryview, kept: memoryview | None, completion: DiskCompletion
+        self, extent: _DiskExtent, piece: _Piece, view: memoryview, kept: memoryview | None, completion: DiskCompletion
     ) -> None:
         """Write a piece; if that fails, keep its bytes: ``kept``, or a copy of a buffer that others need."""
         phase = self._file.phase_of(view)
-        place.phases[piece.start] = phase
+        extent.phases[piece.start] = phase
         try:
             self._file.write_at(piece.offset, view, phase)
         except DiskTierError as error:
             if kept is None:
                 kept = memoryview(bytearray(piece.nbytes))
                 copy_bytes(kept, view)
-            place.kept[piece.start] = kept
+            extent.kept[piece.start] = kept
             self.failure = self.failure or again(error)
             completion.note(error)
         self._workers.progressed()
@@ -357,14 +359,14 @@ class DiskTier:
             if copy.backend.is_host_memory:
                 copy.backend.synchronize_event(copy.ready)
                 view = copy.backend.host_view(copy.flat)
-                for piece in copy.place.pieces(PIECE_BYTES):
-                    self._fetch(copy.place, piece, view[piece.start : piece.start + piece.nbytes])
+                for piece in copy.extent.pieces(PIECE_BYTES):
+                    self._fetch(copy.extent, piece, view[piece.start : piece.start + piece.nbytes])
                 completion.finish()
             else:
                 completion.finish(self._read_staged(copy))
         finally:
             with self._lock:
-                copy.place.num_jobs -= 1
+                copy.extent.num_jobs -= 1
                 self._close_after_last_job()
 
     def _close_after_last_job(self) -> None:
@@ -374,21 +376,21 @@ class DiskTier:
     def _read_staged(self, copy: _Copy) -> Event:
         backend = copy.backend
         with self._staging[type(backend), backend.name].pair() as buffers:
-            for number, piece in enumerate(copy.place.pieces(STAGING_BYTES)):
+            for number, piece in enumerate(copy.extent.pieces(STAGING_BYTES)):
                 buffer = buffers[number % 2]
                 buffer.wait_until_idle(backend)
-                self._fetch(copy.place, piece, backend.host_view(buffer.flat)[: piece.nbytes])
+                self._fetch(copy.extent, piece, backend.host_view(buffer.flat)[: piece.nbytes])
                 part = copy.flat[piece.start : piece.start + piece.nbytes]
                 backend.copy(part, buffer.flat[: piece.nbytes], copy.stream)
                 buffer.busy_until = backend.record_event(copy.stream)
             return buffer.busy_until
 
-    def _fetch(self, place: _Place, piece: _Piece, view: memoryview) -> None:
-        kept = place.kept.get(piece.start)
+    def _fetch(self, extent: _DiskExtent, piece: _Piece, view: memoryview) -> None:
+        kept = extent.kept.get(piece.start)
         if kept is not None:
             copy_bytes(view, kept)
-        elif piece.start in place.phases:
-            self._file.read_at(piece.offset, view, place.phases[piece.start])
+        elif piece.start in extent.phases:
+            self._file.read_at(piece.offset, view, extent.phases[piece.start])
         else:
             raise DiskTierError(
                 f"disk tier: cannot read {piece.nbytes} bytes of {self._file.path}; because their "
@@ -398,7 +400,7 @@ class DiskTier:
 
 
 class _State(enum.Enum):
-    EMPTY = "empty"  # room, and no bytes in it
+    EMPTY = "empty"  # space, and no bytes in it
     WRITING = "writing"  # a job will write, or writes; readers queue behind it
     WRITTEN = "written"  # every piece is in the file, or kept in memory because the file refused it
 
@@ -411,13 +413,13 @@ class _Piece(NamedTuple):
     nbytes: int
 
 
-class _Place:
+class _DiskExtent:
     """Where the bytes of a lease are. ``state``, ``num_jobs`` and ``waiting`` belong to the tier's lock."""
 
-    __slots__ = ("_nbytes", "is_released", "kept", "num_jobs", "phases", "residue_bytes", "spans", "state", "waiting")
+    __slots__ = ("_nbytes", "is_released", "kept", "num_jobs", "phases", "ranges", "residue_bytes", "state", "waiting")
 
-    def __init__(self, spans: tuple[SlabRange, ...], nbytes: int) -> None:
-        self.spans = spans
+    def __init__(self, ranges: tuple[SlabRange, ...], nbytes: int) -> None:
+        self.ranges = ranges
         self._nbytes = nbytes
         self.state = _State.EMPTY
         self.num_jobs = 0
@@ -428,12 +430,12 @@ class _Place:
         self.kept: dict[int, memoryview] = {}  # by a piece's start: bytes that the file refused
 
     def pieces(self, most_bytes: int) -> Iterator[_Piece]:
-        """The lease, cut where its spans end and into pieces of at most ``most_bytes``."""
+        """The lease, cut where its ranges end and into pieces of at most ``most_bytes``."""
         start = 0
-        for span in self.spans:
-            end = min(start + span.nbytes, self._nbytes)
+        for part in self.ranges:
+            end = min(start + part.nbytes, self._nbytes)
             for at in range(start, end, most_bytes):
-                yield _Piece(at, span.start + at - start, min(most_bytes, end - at))
+                yield _Piece(at, part.start + at - start, min(most_bytes, end - at))
             start = end
 
 
@@ -441,7 +443,7 @@ class _Place:
 class _Copy:
     """What one call of ``write`` or ``read`` was given; ``flat`` is the source or the target until it is let go."""
 
-    place: _Place
+    extent: _DiskExtent
     flat: FlatBytes
     backend: DeviceBackend
     stream: Stream

@@ -17,7 +17,7 @@ likes. Direct I/O avoids all that but wants memory, offset and length aligned, a
 So a range is stored with its bytes rotated: first those from the first aligned *address* on, straight from where they
 are; then the few before and after, which pass through a small aligned buffer in the same call. ``phase`` is the number
 of bytes before. A reader whose memory has the same phase reads in place too; any other goes through a larger buffer.
-Whoever makes the reader's memory can see to that: ``residue_of`` the source says where it lay, and memory that begins
+The owner of the reader's memory can see to that: ``residue_of`` the source says where it lay, and memory that begins
 as far after a page has the same phase.
 (A buffered write of those few bytes would be simpler, and takes the file's lock against all direct ones beside it.)
 """

@@ -1,6 +1,6 @@
 """The threads that move bytes between memory and a file, and the promises they are waited on by.
 
-They know jobs, sizes and order: reads go before writes, because somebody waits for a read, and each direction has a
+They know jobs, sizes and order: reads go before writes, because compute waits for a read, and each direction has a
 bounded number of queued bytes, because queued bytes are memory that cannot be freed. They know no file and no lease.
 
 Every wait here has an end: a worker that dies fails its job, a pool without workers fails every wait, and so does one
@@ -76,7 +76,7 @@ class DiskCompletion:
         self._queued.set()
 
     def note(self, error: BaseException) -> None:
-        """Something went wrong: whoever orders or waits is told so, once the copy has ended. Called by the worker."""
+        """Something went wrong: ``order`` and ``wait`` raise it, once the copy has ended. Called by the worker."""
         if self._error is None:
             self._error = again(error)
 
@@ -150,7 +150,7 @@ class Workers:
             self._changed.notify_all()
 
     def wait(self, happened: threading.Event) -> None:
-        """Hold the caller until ``happened``, or raise when nobody is left who could make it happen."""
+        """Hold the caller until ``happened``, or raise when no worker is left that could make it happen."""
         began_s = time.monotonic()
         while not happened.wait(_LOOK_EVERY_S):
             with self._changed:
@@ -159,7 +159,7 @@ class Workers:
                 raise problem
 
     def progressed(self) -> None:
-        """Some bytes were moved: whoever waits may go on waiting."""
+        """Some bytes were moved: callers that wait may go on waiting."""
         self._last_progress_s = time.monotonic()
 
     def wait_until_idle(self) -> None:
@@ -209,7 +209,7 @@ class Workers:
         return None
 
     def _abandon(self, problem: DiskTierError) -> None:
-        """Nobody will do what is queued: those who wait are told, and the bytes are let go. The caller holds the lock."""
+        """No worker is left for what is queued: callers that wait get an error, bytes are dropped. The caller holds the lock."""
         for direction, jobs in self._jobs.items():
             for job in jobs:
                 job.completion.fail(problem)
@@ -225,7 +225,7 @@ class Workers:
             try:
                 job.completion.start_us = time.perf_counter() * 1e6
                 job.run(job.completion)
-            except BaseException as error:  # whatever it is, nobody may wait for a job that nobody does
+            except BaseException as error:  # whatever it is, no caller may wait for a job that will not be done
                 job.completion.fail(error)
             finally:
                 job.completion.end_us = time.perf_counter() * 1e6

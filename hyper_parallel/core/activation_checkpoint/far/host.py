@@ -11,12 +11,12 @@ second step asks for nothing.
 
 *Reuse.* The host runs far ahead of the device: at the start of a step's forward, most copies of the last backward are
 only queued. Waiting for them would stall the host, taking fresh memory would double it. So a lease may be served from
-room whose last copy is still queued on a stream of the same device; the lease carries that copy's completion, and its
-``write`` orders its own stream after it before it touches a byte. Room under any other kind of completion is lent again
+space whose last copy is still queued on a stream of the same device; the lease carries that copy's completion, and its
+``write`` orders its own stream after it before it touches a byte. Space under any other kind of completion is lent again
 only once ``is_done()`` says so; it is waited for only where the cap forbids growth.
 
 *Release.* ``release`` runs inside destructors: in any thread, at any point, also in the middle of ``reserve`` on the
-same thread, with the lock held. It therefore takes no lock and touches no books: it appends to a ``deque``, which is
+same thread, with the lock held. It therefore takes no lock and changes nothing else: it appends to a ``deque``, which is
 atomic, and the next ``reserve`` or ``statistics`` drains it under the lock.
 """
 
@@ -92,7 +92,7 @@ class HostTier:
         self.name = "pinned" if pinned else "pageable"
         self._pinned = pinned
         self._budget = budget
-        # By kind and name of device: a slab is a tensor of one framework, and room is reused without asking another
+        # By kind and name of device: a slab is a tensor of one framework, and space is reused without asking another
         # device how far its streams are.
         self._pools: dict[tuple[type, str], _Pool] = {}
         self._released: collections.deque[tuple[Lease, Completion | None]] = collections.deque()
@@ -103,7 +103,7 @@ class HostTier:
         self._small_copies = 0
 
     def reserve(self, backend: DeviceBackend, nbytes: int) -> Lease | Refusal:
-        """Room for ``nbytes``, or why there is none. Waits only where the cap is reached and copies will free room."""
+        """Space for ``nbytes``, or why there is none. Waits only where the cap is reached and copies will free space."""
         if nbytes < 1:
             raise ValueError(f"HostTier.reserve: expected at least 1 byte, got {nbytes}")
         while True:
@@ -118,33 +118,33 @@ class HostTier:
     def write(
         self, lease: Lease, source: FlatBytes, *, backend: DeviceBackend, stream: Stream, ready: Event
     ) -> Completion:
-        """Queue the copy out, after ``ready`` and after the last copy that used the same room."""
-        place: _Place = lease.place
+        """Queue the copy out, after ``ready`` and after the last copy that used the same space."""
+        extent: _HostExtent = lease.extent
         backend.wait_event(stream, ready)
-        for completion in place.room_after:
+        for completion in extent.free_after:
             completion.order(stream)
-        place.room_after = ()
+        extent.free_after = ()
         start = self._start(backend, stream, lease.nbytes)
-        for host, part in place.parts(source):
+        for host, part in extent.parts(source):
             backend.copy(host, part, stream)
-        place.written = StreamCompletion(backend, start, backend.record_event(stream, timing=True))
+        extent.written = StreamCompletion(backend, start, backend.record_event(stream, timing=True))
         with self._budget.lock:
             self._written_bytes += lease.nbytes
-        return place.written
+        return extent.written
 
     def read(
         self, lease: Lease, target: FlatBytes, *, backend: DeviceBackend, stream: Stream, ready: Event
     ) -> Completion:
         """Queue the copy back, after ``ready`` and after the copy out."""
-        place: _Place = lease.place
-        if place.written is None:
+        extent: _HostExtent = lease.extent
+        if extent.written is None:
             raise FarMemoryError(
                 f"{self.name}: cannot read a lease of {lease.nbytes} bytes; because nothing was written to it"
             )
         backend.wait_event(stream, ready)
-        place.written.order(stream)
+        extent.written.order(stream)
         start = self._start(backend, stream, lease.nbytes)
-        for host, part in place.parts(target):
+        for host, part in extent.parts(target):
             backend.copy(part, host, stream)
         end = backend.record_event(stream, timing=True)
         with self._budget.lock:
@@ -159,15 +159,15 @@ class HostTier:
         return backend.record_event(stream, timing=True)
 
     def release(self, lease: Lease, after: Completion | None) -> None:
-        """Take the room back once ``after`` is done. Only appends to a deque; see the note *Release* above."""
+        """Take the space back once ``after`` is done. Only appends to a deque; see the note *Release* above."""
         self._released.append((lease, after))
-        if self._closed:  # nobody will reserve and drain any more
+        if self._closed:  # no later reserve will drain it
             self._drain_if_free()
 
     def host_bytes(self, lease: Lease) -> FlatBytes | None:
         """The bytes of a lease that lies in one piece."""
-        place: _Place = lease.place
-        return place.hosts[0] if len(place.hosts) == 1 else None
+        extent: _HostExtent = lease.extent
+        return extent.hosts[0] if len(extent.hosts) == 1 else None
 
     def statistics(self) -> TierStatistics:
         """What it holds and has done so far."""
@@ -191,7 +191,7 @@ class HostTier:
         with self._budget.lock:
             self._closed = True
             self._drain()
-            in_flight = [room.after for pool in self._pools.values() for room in pool.in_flight]
+            in_flight = [space.after for pool in self._pools.values() for space in pool.in_flight]
         for completion in in_flight:
             with contextlib.suppress(Exception):  # its owner was told
                 completion.wait()
@@ -199,7 +199,7 @@ class HostTier:
             self._drain()
 
     def retire(self) -> None:
-        """Nobody will reserve any more. Give back, without a wait, what is not lent and not under a copy."""
+        """Called when nothing will reserve any more. Give back, without a wait, what is not lent and not under a copy."""
         self._closed = True
         self._drain_if_free()
 
@@ -214,9 +214,9 @@ class HostTier:
     def _drain(self) -> None:
         while self._released:
             lease, after = self._released.popleft()
-            place: _Place = lease.place
+            extent: _HostExtent = lease.extent
             self._live_bytes -= lease.nbytes
-            place.pool.take_back(place, after)
+            extent.pool.take_back(extent, after)
         if self._closed:
             for pool in self._pools.values():
                 pool.collect_all()
@@ -229,14 +229,14 @@ class HostTier:
             )
         pool = self._pool_for(backend)
         refusal: Refusal | None = None
-        place = pool.lend(backend, nbytes)
-        if place is None:
+        extent = pool.lend(backend, nbytes)
+        if extent is None:
             refusal = self._grow(pool, backend, pool.arena.round_up(nbytes))
-            place = pool.lend(backend, nbytes) if refusal is None else None
-        if place is not None:
+            extent = pool.lend(backend, nbytes) if refusal is None else None
+        if extent is not None:
             self._live_bytes += nbytes
             self._peak_live_bytes = max(self._peak_live_bytes, self._live_bytes)
-            return Lease(self, nbytes, place)
+            return Lease(self, nbytes, extent)
         assert refusal is not None
         if pool.in_flight and pool.arena.free_bytes + pool.in_flight_bytes >= nbytes:
             return pool.in_flight[0].after
@@ -272,16 +272,16 @@ class HostTier:
         return Refusal.NO_SPACE
 
 
-class _Room:
-    """Spans that were released while their last copy was still queued."""
+class _ReleasedSpace:
+    """Ranges that were released while their last copy was still queued."""
 
-    __slots__ = ("after", "backend", "nbytes", "spans")
+    __slots__ = ("after", "backend", "nbytes", "ranges")
 
-    def __init__(self, spans: tuple[SlabRange, ...], after: Completion, backend: DeviceBackend) -> None:
-        self.spans = spans
+    def __init__(self, ranges: tuple[SlabRange, ...], after: Completion, backend: DeviceBackend) -> None:
+        self.ranges = ranges
         self.after = after
         self.backend = backend
-        self.nbytes = sum(span.nbytes for span in spans)
+        self.nbytes = sum(part.nbytes for part in ranges)
 
 
 class _AllOf:
@@ -302,31 +302,31 @@ class _AllOf:
             copy.wait()
 
 
-class _Place:
+class _HostExtent:
     """Where the bytes of a lease are, and what has to happen before they are written or read."""
 
-    __slots__ = ("_nbytes", "backend", "hosts", "pool", "room_after", "spans", "written")
+    __slots__ = ("_nbytes", "backend", "free_after", "hosts", "pool", "ranges", "written")
 
     def __init__(
         self,
         pool: _Pool,
         backend: DeviceBackend,
         nbytes: int,
-        spans: tuple[SlabRange, ...],
-        room_after: tuple[Completion, ...],
+        ranges: tuple[SlabRange, ...],
+        free_after: tuple[Completion, ...],
     ) -> None:
         self.pool = pool
         self.backend = backend
-        self.spans = spans
-        self.room_after = room_after
+        self.ranges = ranges
+        self.free_after = free_after
         self.written: StreamCompletion | None = None
         self._nbytes = nbytes
         # The slices keep the slab alive, so that a lease outlives its tier.
         self.hosts: list[FlatBytes] = []
         left = nbytes
-        for span in spans:
-            self.hosts.append(pool.slabs[span.slab][span.start : span.start + min(span.nbytes, left)])
-            left -= span.nbytes
+        for part in ranges:
+            self.hosts.append(pool.slabs[part.slab][part.start : part.start + min(part.nbytes, left)])
+            left -= part.nbytes
 
     def parts(self, device: FlatBytes) -> Iterator[tuple[FlatBytes, FlatBytes]]:
         """Each piece of host memory beside the part of the device's bytes that belongs there."""
@@ -334,8 +334,8 @@ class _Place:
             yield self.hosts[0], device
             return
         at = 0
-        for host, span in zip(self.hosts, self.spans):
-            end = min(at + span.nbytes, self._nbytes)
+        for host, part in zip(self.hosts, self.ranges):
+            end = min(at + part.nbytes, self._nbytes)
             yield host, device[at:end]
             at = end
 
@@ -346,7 +346,7 @@ class _Pool:
     def __init__(self, budget: HostBudget) -> None:
         self.arena = Arena(GRANULE_BYTES)
         self.slabs: dict[int, FlatBytes] = {}
-        self.in_flight: collections.deque[_Room] = collections.deque()  # oldest first
+        self.in_flight: collections.deque[_ReleasedSpace] = collections.deque()  # oldest first
         self.in_flight_bytes = 0
         self._budget = budget
         self._peak_used_bytes = 0
@@ -356,51 +356,51 @@ class _Pool:
         """Lent and not released, in granules."""
         return self.arena.lent_bytes - self.in_flight_bytes
 
-    def lend(self, backend: DeviceBackend, nbytes: int) -> _Place | None:
+    def lend(self, backend: DeviceBackend, nbytes: int) -> _HostExtent | None:
         """From what is free, else from what streams of this device will have freed by then; None: grow or wait."""
         while self.in_flight and self.in_flight[0].after.is_done():
             self._collect(self.in_flight.popleft())
-        spans, after = self._take(backend, nbytes)
-        if spans is None and self.in_flight:
+        ranges, after = self._take(backend, nbytes)
+        if ranges is None and self.in_flight:
             self.collect_all()
-            spans, after = self._take(backend, nbytes)
-        if spans is None:
+            ranges, after = self._take(backend, nbytes)
+        if ranges is None:
             return None
         self._peak_used_bytes = max(self._peak_used_bytes, self.used_bytes)
-        return _Place(self, backend, nbytes, spans, after)
+        return _HostExtent(self, backend, nbytes, ranges, after)
 
     def _take(self, backend: DeviceBackend, nbytes: int) -> tuple[tuple[SlabRange, ...] | None, tuple[Completion, ...]]:
-        """Free room alone, else with room under copies of this device; None exactly where both together are too few."""
-        spans = self.arena.take(nbytes)
-        return (spans, ()) if spans is not None else self._borrow(backend, self.arena.round_up(nbytes))
+        """Free space alone, else with space under copies of this device; None exactly where both together are too few."""
+        ranges = self.arena.take(nbytes)
+        return (ranges, ()) if ranges is not None else self._borrow(backend, self.arena.round_up(nbytes))
 
-    def take_back(self, place: _Place, after: Completion | None) -> None:
-        """The lease is over; its room is free once its last copy is."""
-        last = place.written if after is None else after
-        # Room that was borrowed and never written is still under the copies it was borrowed from.
-        copies = place.room_after if last is None else (last,)
+    def take_back(self, extent: _HostExtent, after: Completion | None) -> None:
+        """The lease is over; its space is free once its last copy is."""
+        last = extent.written if after is None else after
+        # Space that was borrowed and never written is still under the copies it was borrowed from.
+        copies = extent.free_after if last is None else (last,)
         unfinished = tuple(copy for copy in copies if not copy.is_done())
-        spans, place.spans = place.spans, ()
-        place.hosts = []
+        ranges, extent.ranges = extent.ranges, ()
+        extent.hosts = []
         if not unfinished:
-            self.arena.give(spans)
+            self.arena.give(ranges)
             return
-        room = _Room(spans, unfinished[0] if len(unfinished) == 1 else _AllOf(unfinished), place.backend)
-        self.in_flight.append(room)
-        self.in_flight_bytes += room.nbytes
+        space = _ReleasedSpace(ranges, unfinished[0] if len(unfinished) == 1 else _AllOf(unfinished), extent.backend)
+        self.in_flight.append(space)
+        self.in_flight_bytes += space.nbytes
 
     def collect_all(self) -> None:
-        """Free all room whose copies are done, in whatever order they ended."""
-        done = [room for room in self.in_flight if room.after.is_done()]
+        """Free all space whose copies are done, in whatever order they ended."""
+        done = [space for space in self.in_flight if space.after.is_done()]
         if done:
             gone = set(map(id, done))
-            self.in_flight = collections.deque(room for room in self.in_flight if id(room) not in gone)
-            for room in done:
-                self._collect(room)
+            self.in_flight = collections.deque(space for space in self.in_flight if id(space) not in gone)
+            for space in done:
+                self._collect(space)
 
     def growth_bytes(self, backend: DeviceBackend, wanted_bytes: int) -> tuple[int, int]:
         """What to ask the host for: preferably this much, at least that much."""
-        needed = wanted_bytes - self.arena.free_bytes - sum(room.nbytes for room in self._orderable(backend))
+        needed = wanted_bytes - self.arena.free_bytes - sum(space.nbytes for space in self._orderable(backend))
         assert needed > 0, "the pool is asked to grow only after it could not lend"
         peak = max(self._peak_used_bytes, self.used_bytes + wanted_bytes)
         slack = peak + peak // SLACK_DIVISOR - self.arena.held_bytes
@@ -425,53 +425,53 @@ class _Pool:
             self._budget.held_bytes -= dropped
             nbytes -= dropped
 
-    def _collect(self, room: _Room) -> None:
-        self.in_flight_bytes -= room.nbytes
-        self.arena.give(room.spans)
+    def _collect(self, space: _ReleasedSpace) -> None:
+        self.in_flight_bytes -= space.nbytes
+        self.arena.give(space.ranges)
 
     def _borrow(
         self, backend: DeviceBackend, wanted_bytes: int
     ) -> tuple[tuple[SlabRange, ...] | None, tuple[Completion, ...]]:
-        """Room that is still under a copy, with the copies to order the next one after; the oldest first."""
+        """Space that is still under a copy, with the copies to order the next one after; the oldest first."""
         usable = self._orderable(backend)
-        if sum(room.nbytes for room in usable) + self.arena.free_bytes < wanted_bytes:
+        if sum(space.nbytes for space in usable) + self.arena.free_bytes < wanted_bytes:
             return None, ()
         # One of the same size costs one copy; in a steady step there is one.
-        usable.sort(key=lambda room: room.nbytes != wanted_bytes)
-        spans: list[SlabRange] = []
+        usable.sort(key=lambda space: space.nbytes != wanted_bytes)
+        ranges: list[SlabRange] = []
         after: list[Completion] = []
         left = wanted_bytes
         while left and usable:
-            room = usable.pop(0)
-            taken, rest = self._cut(room.spans, left)
-            spans.extend(taken)
-            after.append(room.after)
-            self.in_flight_bytes -= room.nbytes
-            left -= room.nbytes - sum(span.nbytes for span in rest)
+            space = usable.pop(0)
+            taken, rest = self._cut(space.ranges, left)
+            ranges.extend(taken)
+            after.append(space.after)
+            self.in_flight_bytes -= space.nbytes
+            left -= space.nbytes - sum(part.nbytes for part in rest)
             if rest:
-                room.spans = rest
-                room.nbytes = sum(span.nbytes for span in rest)
-                self.in_flight_bytes += room.nbytes
+                space.ranges = rest
+                space.nbytes = sum(part.nbytes for part in rest)
+                self.in_flight_bytes += space.nbytes
             else:
-                self.in_flight.remove(room)
+                self.in_flight.remove(space)
         if left:
-            spans.extend(self.arena.take(left) or ())
-        return tuple(spans), tuple(after)
+            ranges.extend(self.arena.take(left) or ())
+        return tuple(ranges), tuple(after)
 
-    def _orderable(self, backend: DeviceBackend) -> list[_Room]:
-        """Room under copies that a stream of this device can be ordered after without waiting."""
-        return [room for room in self.in_flight if room.backend is backend and type(room.after) is StreamCompletion]
+    def _orderable(self, backend: DeviceBackend) -> list[_ReleasedSpace]:
+        """Space under copies that a stream of this device can be ordered after without waiting."""
+        return [space for space in self.in_flight if space.backend is backend and type(space.after) is StreamCompletion]
 
-    def _cut(self, spans: tuple[SlabRange, ...], nbytes: int) -> tuple[list[SlabRange], tuple[SlabRange, ...]]:
+    def _cut(self, ranges: tuple[SlabRange, ...], nbytes: int) -> tuple[list[SlabRange], tuple[SlabRange, ...]]:
         taken: list[SlabRange] = []
-        rest = list(spans)
+        rest = list(ranges)
         while rest and nbytes:
-            span = rest.pop(0)
-            if span.nbytes > nbytes:
-                span, remainder = self.arena.split(span, nbytes)
+            part = rest.pop(0)
+            if part.nbytes > nbytes:
+                part, remainder = self.arena.split(part, nbytes)
                 rest.insert(0, remainder)
-            taken.append(span)
-            nbytes -= span.nbytes
+            taken.append(part)
+            nbytes -= part.nbytes
         return taken, tuple(rest)
 
 

@@ -1,7 +1,7 @@
-"""Far memory as the engine uses it: one door to the tiers, in the order the user set.
+"""Far memory as the engine uses it: one interface to the tiers, in the order the user set.
 
-A request goes to the first tier; where that one has no room, the refusal is counted by tier and reason, and the next is
-asked. When all refuse, so does the door, and the engine keeps the bytes where they are.
+A request goes to the first tier; where that one has no space, the refusal is counted by tier and reason, and the next is
+asked. When all refuse, so does :class:`FarMemory`, and the engine keeps the bytes where they are.
 
 With ``verify`` every write is checksummed before it leaves and every read is compared when its consumer is ordered
 after it. Both hold the host until the bytes are there: a mode for tests and for finding broken hardware.
@@ -67,7 +67,7 @@ class FarMemory:
         return DiskTier(config.disk_path, limit_bytes=config.disk_limit, budget=self._budget)
 
     def reserve(self, backend: DeviceBackend, nbytes: int) -> Lease | Refusal:
-        """Room in the first tier that has it, else the last tier's reason."""
+        """Space in the first tier that has it, else the last tier's reason."""
         answer: Lease | Refusal = Refusal.OVER_LIMIT
         for tier in self._tiers_for(backend):
             answer = tier.reserve(backend, nbytes)
@@ -104,7 +104,7 @@ class FarMemory:
         return completion
 
     def release(self, lease: Lease, after: Completion | None) -> None:
-        """Take the room back once ``after`` is done; safe in destructors, see :class:`Tier`."""
+        """Take the space back once ``after`` is done; safe in destructors, see :class:`Tier`."""
         # A tier knows its own completions best, so it gets them bare.
         lease.tier.release(lease, None if after is None else unchecked(after))
 
@@ -155,12 +155,12 @@ class _CheckedLease(Lease):
     __slots__ = ("checksum",)
 
     def __init__(self, lease: Lease) -> None:
-        super().__init__(lease.tier, lease.nbytes, lease.place)
+        super().__init__(lease.tier, lease.nbytes, lease.extent)
         self.checksum: int | None = None
 
 
 class _CheckedCompletion:
-    """A read that is compared with what was written, the first time anybody relies on it."""
+    """A read that is compared with what was written, the first time that something relies on it."""
 
     def __init__(
         self, bare: Completion, lease: _CheckedLease, target: FlatBytes, backend: DeviceBackend, stream: Stream
@@ -211,7 +211,7 @@ class _CheckedCompletion:
 
 
 def unchecked(copy: Completion) -> Completion:
-    """The same moment for somebody who lets the bytes go: what nobody reads needs no checksum, and no wait for one."""
+    """The same completion for a caller that drops the bytes: what is not read needs no checksum, and no wait for one."""
     return copy.bare if isinstance(copy, _CheckedCompletion) else copy
 
 

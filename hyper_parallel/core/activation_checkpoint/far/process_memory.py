@@ -1,6 +1,6 @@
 """How much host memory this process may use, as the kernel and its control groups say it.
 
-A container's limit is not in ``/proc/meminfo``: whoever sizes a cache by the machine is killed by the container. So the
+A container's limit is not in ``/proc/meminfo``: a process that sizes a cache by the machine is killed by the container. So the
 answer is the smallest of what the machine has available and what every control group above this process still allows,
 in version 1 and version 2 of that interface, and in machines that mount both.
 """
@@ -84,8 +84,8 @@ def _group_bytes(root: Path) -> Iterator[int]:
 
 def _mounts(root: Path) -> Iterator[tuple[_Files, Path]]:
     for line in _read(root / "proc/self/mountinfo").splitlines():
-        place, _, kind = line.partition(" - ")
-        fields, about = place.split(), kind.split()
+        mount_part, _, kind = line.partition(" - ")
+        fields, about = mount_part.split(), kind.split()
         if len(fields) < 5 or len(about) < 3:
             continue
         mount = root / fields[4].lstrip("/")

@@ -1,13 +1,13 @@
-"""Far memory, seen from the engine: lend room for some bytes, write them, read them back, take the room back.
+"""Far memory as the engine sees it: lend space for some bytes, write them, read them back, take the space back.
 
 A tier knows sizes, caps and files. It never knows tensors, graphs or layers, and it decides nothing about *when*.
 
 Rules every tier keeps
 ----------------------
-1. ``reserve`` never blocks for long and never raises for lack of room: it answers with a reason instead of a lease.
+1. ``reserve`` never blocks for long and never raises for lack of space: it answers with a reason instead of a lease.
 2. ``write`` and ``read`` queue a copy and return; the completion they return orders everything else.
 3. ``release`` may be called while a copy is in flight and from any thread, also from a destructor in the middle of
-   another call of this tier. The room is used again only after ``after``: either that is done when the room is lent, or
+   another call of this tier. The space is used again only after ``after``: either that is done when the space is lent, or
    the new lease's ``write`` orders its stream behind it. It takes no lock it could already hold.
 4. What was written stays readable, any number of times, until it is released.
 5. An error of the medium names its path and leaves the bytes readable wherever they still are.
@@ -25,21 +25,21 @@ __all__ = ["Lease", "Refusal", "Tier", "TierStatistics"]
 
 
 class Refusal(str, enum.Enum):
-    """Why a tier lends no room."""
+    """Why a tier lends no space."""
 
     OVER_LIMIT = "over_limit"  # the user's cap, or the default one, would be exceeded
     NO_SPACE = "no_space"  # the host or the file system has no more
 
 
 class Lease:
-    """Room for ``nbytes`` in one tier. Only its tier reads ``place``."""
+    """Space for ``nbytes`` in one tier. Only its tier reads ``extent``."""
 
-    __slots__ = ("nbytes", "place", "tier")
+    __slots__ = ("extent", "nbytes", "tier")
 
-    def __init__(self, tier: Tier, nbytes: int, place: Any) -> None:
+    def __init__(self, tier: Tier, nbytes: int, extent: Any) -> None:
         self.tier = tier
         self.nbytes = nbytes
-        self.place = place  # a tier's own record of where the bytes are
+        self.extent = extent  # a tier's own record of where the bytes are
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Tier(Protocol):
     name: str
 
     def reserve(self, backend: DeviceBackend, nbytes: int) -> Lease | Refusal:
-        """Room for ``nbytes``, or the reason why there is none."""
+        """Space for ``nbytes``, or the reason why there is none."""
 
     def write(
         self, lease: Lease, source: FlatBytes, *, backend: DeviceBackend, stream: Stream, ready: Event
@@ -77,7 +77,7 @@ class Tier(Protocol):
         """Queue a copy of the lease's bytes into ``target``, on the incoming copy stream, after ``ready``."""
 
     def release(self, lease: Lease, after: Completion | None) -> None:
-        """Take the room back once ``after`` is done."""
+        """Take the space back once ``after`` is done."""
 
     def statistics(self) -> TierStatistics:
         """What it holds and has done so far."""
