@@ -80,7 +80,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if args.one is not None:
         _run_one(args, folder)
         return 0
-    _trials()  # says what is missing before anything is started
+    _demo_module()  # says what is missing before anything is started
     with tempfile.TemporaryDirectory(prefix="hyper-parallel-", dir=args.disk_path) as disk:
         stages = ("none", _PLAN, *_WAYS[1:])
         with console.progress("demo", len(stages)) as advance:
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _trials() -> Any:  # the module hyper_parallel.backends.torch.demo
+def _demo_module() -> Any:  # the module hyper_parallel.backends.torch.demo
     try:
         from hyper_parallel.backends.torch import demo
     except ImportError as error:
@@ -116,8 +116,8 @@ def _trials() -> Any:  # the module hyper_parallel.backends.torch.demo
     return demo
 
 
-def _size_of(args: argparse.Namespace, trials: Any) -> torch_demo.DemoSize:
-    return trials.SIZES[args.size or trials.fitting_size()]  # type: ignore[no-any-return]
+def _size_of(args: argparse.Namespace, demo_module: Any) -> torch_demo.DemoSize:
+    return demo_module.SIZES[args.size or demo_module.fitting_size()]  # type: ignore[no-any-return]
 
 
 def _run_apart(stage: str, args: argparse.Namespace, folder: Path, disk: str) -> None:
@@ -147,28 +147,28 @@ def _run_apart(stage: str, args: argparse.Namespace, folder: Path, disk: str) ->
 
 
 def _run_one(args: argparse.Namespace, folder: Path) -> None:
-    trials = _trials()
-    size = _size_of(args, trials)
+    demo_module = _demo_module()
+    size = _size_of(args, demo_module)
     disk = args.disk_path or tempfile.gettempdir()
     if args.one == _PLAN:
         alone = StepRecord.load(folder / "none.json")
-        planned = trials.plan_demo(size, budget=args.budget, disk_path=disk, alone=alone)
+        planned = demo_module.plan_demo(size, budget=args.budget, disk_path=disk, alone=alone)
         planned.plan.save(folder / "plan.json")
         planned.profile.save(folder / "profile.json")
         return
     planned = None
     if args.one == "auto":
         profile, plan = Profile.load(folder / "profile.json"), Plan.load(folder / "plan.json")
-        planned = trials.DemoPlan(profile=profile, plan=plan)
-    step = trials.train(args.one, size, disk_path=disk, steps=args.steps, planned=planned)
+        planned = demo_module.DemoPlan(profile=profile, plan=plan)
+    step = demo_module.train(args.one, size, disk_path=disk, steps=args.steps, planned=planned)
     step.save(folder / f"{args.one}.json")
-    (folder / "settings.json").write_text(json.dumps(trials.settings_in_words(size, disk)))
+    (folder / "settings.json").write_text(json.dumps(demo_module.settings_in_words(size, disk)))
 
 
 def _collected(args: argparse.Namespace, folder: Path) -> RunRecord:
     profile, plan = Profile.load(folder / "profile.json"), Plan.load(folder / "plan.json")
     is_host = profile.versions.device == "simulated accelerator"
-    size = _size_of(args, _trials())
+    size = _size_of(args, _demo_module())
     versions: Versions = dataclasses.replace(profile.versions, library_version=__version__)
     settings = json.loads((folder / "settings.json").read_text())
     if is_host:

@@ -67,15 +67,15 @@ def _of_block(kind: BlockKind, plan: Plan, block: BlockPlan) -> Iterator[tuple[O
 
 def _decisions(kind: BlockKind, recipe: Recipe) -> dict[int, OpDecision]:
     """Op index to what was decided; a recipe counts instances from the start of its region."""
-    spans = {region.module: region for cut in kind.cuts for region in cut.regions}
+    cut_regions = {region.module: region for cut in kind.cuts for region in cut.regions}
     found: dict[int, OpDecision] = {}
     for region in recipe.regions:
-        span = spans.get(region.module)
-        if span is None:
+        cut_region = cut_regions.get(region.module)
+        if cut_region is None:
             continue
         decisions = {(op.name, op.overload, op.occurrence): op for op in region.ops}
         seen: Counter[tuple[str, str]] = Counter()
-        for at in range(span.first_op, span.stop_op):
+        for at in range(cut_region.first_op, cut_region.stop_op):
             op = kind.ops[at]
             decision = decisions.get((op.name, op.overload, seen[op.name, op.overload]))
             seen[op.name, op.overload] += 1

@@ -198,7 +198,7 @@ def plan_demo(size: DemoSize, *, budget: str | None, disk_path: str, alone: Step
 
 
 class _Ledger:
-    """Losses, and one fingerprint of every gradient of every step; the weights move after each."""
+    """Losses, and one fingerprint of every gradient of every step; weights are updated after each step."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

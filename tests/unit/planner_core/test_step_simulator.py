@@ -28,12 +28,12 @@ RECOMPUTE, SAVE, SWAP = short_choice(0, "s", "rr"), short_choice(0, "s", "sr"), 
 SWAP_ALL = short_choice(0, "w", "wr")
 
 
-def play(*choices: Choice, profile: Profile | None = None, settings=SETTINGS) -> SimulatedStep:
+def simulate(*choices: Choice, profile: Profile | None = None, settings=SETTINGS) -> SimulatedStep:
     return StepSimulator(profile or small_profile()).explain(choices, settings)
 
 
 def test_left_alone() -> None:
-    line = play(LEFT_ALONE, LEFT_ALONE)
+    line = simulate(LEFT_ALONE, LEFT_ALONE)
     # The last block's backward begins: both inputs, both values.
     assert line.peak_bytes == BASE + 2 * INPUT + 2 * VALUE + TRANSIENT
     assert line.peak_where == "backward of blocks.1"
@@ -43,7 +43,7 @@ def test_left_alone() -> None:
 
 
 def test_recomputing_replays_what_backward_needs_and_no_more() -> None:
-    line = play(RECOMPUTE, RECOMPUTE)
+    line = simulate(RECOMPUTE, RECOMPUTE)
     # g is not run again: nothing that it makes is kept.
     assert line.replay_seconds == pytest.approx(2 * F.seconds)
     assert line.peak_bytes == BASE + 2 * INPUT + VALUE + TRANSIENT
@@ -51,7 +51,7 @@ def test_recomputing_replays_what_backward_needs_and_no_more() -> None:
 
 
 def test_a_saved_value_stays_to_the_end_of_its_region() -> None:
-    line = play(SAVE, SAVE)
+    line = simulate(SAVE, SAVE)
     assert line.replay_seconds == 0
     assert line.peak_bytes == BASE + 2 * INPUT + 2 * VALUE + TRANSIENT
     assert line.named_parts()["saved"] == 2 * VALUE
@@ -60,13 +60,13 @@ def test_a_saved_value_stays_to_the_end_of_its_region() -> None:
 def test_forward_peaks_count_what_is_read_now() -> None:
     wide = dataclasses.replace(G, output_bytes=40, workspace_bytes=7)
     kind = dataclasses.replace(KIND, ops=(F, wide))
-    line = play(RECOMPUTE, RECOMPUTE, profile=small_profile(kind=kind))
+    line = simulate(RECOMPUTE, RECOMPUTE, profile=small_profile(kind=kind))
     assert line.peak_where == "forward of blocks.1"
     assert line.peak_bytes == BASE + 2 * INPUT + VALUE + 40 + 7
 
 
 def test_a_window_that_is_wide_enough_costs_no_time() -> None:
-    line = play(SWAP, SWAP, profile=small_profile(link=Link(out_bytes_per_second=10.0, in_bytes_per_second=10.0)))
+    line = simulate(SWAP, SWAP, profile=small_profile(link=Link(out_bytes_per_second=10.0, in_bytes_per_second=10.0)))
     # f of block 0 leaves from 1 to 2 s, f of block 1 from 3 to 4 s, when forward ends.
     assert line.exposed_seconds == pytest.approx(0)
     assert (line.out_bytes, line.in_bytes) == (2 * VALUE, VALUE)  # block 1's value was still there when it was wanted
@@ -75,7 +75,7 @@ def test_a_window_that_is_wide_enough_costs_no_time() -> None:
 
 def test_past_the_window_compute_waits_for_the_oldest_copy() -> None:
     slow = Link(out_bytes_per_second=2.5, in_bytes_per_second=1000.0)
-    line = play(SWAP, SWAP, profile=small_profile(link=slow))
+    line = simulate(SWAP, SWAP, profile=small_profile(link=slow))
     # Out from 1 to 5 s, but the window is full at 3 s: 2 s. The second is still leaving, until 9 s, when its replay ends at
     # 6 s: 3 s. The load takes 0.01 s, and has 4 s of backward to hide in.
     assert line.exposed_seconds == pytest.approx(2.0 + 3.0)
@@ -83,14 +83,14 @@ def test_past_the_window_compute_waits_for_the_oldest_copy() -> None:
 
 def test_a_copy_out_that_is_wanted_again_must_still_end_before_its_bytes_go() -> None:
     slow = Link(out_bytes_per_second=1.0, in_bytes_per_second=1000.0)
-    line = play(LEFT_ALONE, SWAP, profile=small_profile(link=slow))
+    line = simulate(LEFT_ALONE, SWAP, profile=small_profile(link=slow))
     # Out from 3 to 13 s; forward ends at 4 s, the replay is empty, and then our reference goes.
     assert line.exposed_seconds == pytest.approx(13 - 4)
     assert line.in_bytes == 0
 
 
 def test_the_tail_never_leaves() -> None:
-    line = play(SWAP, SWAP, settings=dataclasses.replace(SETTINGS, tail_bytes=2 * VALUE))
+    line = simulate(SWAP, SWAP, settings=dataclasses.replace(SETTINGS, tail_bytes=2 * VALUE))
     assert (line.out_bytes, line.in_bytes, line.exposed_seconds) == (0, 0, 0)
     assert line.peak_bytes == BASE + 2 * INPUT + 2 * VALUE + TRANSIENT
     assert line.named_parts()["swap buffers"] == 2 * VALUE
@@ -98,11 +98,11 @@ def test_the_tail_never_leaves() -> None:
 
 def test_a_late_load_is_waited_for() -> None:
     slow_back = Link(out_bytes_per_second=1000.0, in_bytes_per_second=2.0)
-    line = play(SWAP, SWAP, profile=small_profile(link=slow_back))
+    line = simulate(SWAP, SWAP, profile=small_profile(link=slow_back))
     # Block 0's value is asked for when block 1's is used, at 4 s, and takes 5 s; block 1's backward takes 4 s.
     assert line.exposed_seconds == pytest.approx(1.0)
     roomy = dataclasses.replace(SETTINGS, prefetch_bytes=0)
-    missed = play(SWAP, SWAP, profile=small_profile(link=slow_back), settings=roomy)
+    missed = simulate(SWAP, SWAP, profile=small_profile(link=slow_back), settings=roomy)
     assert missed.exposed_seconds == pytest.approx(5.0)  # nothing is brought ahead
 
 
@@ -110,14 +110,18 @@ def test_prefetched_bytes_are_on_the_device_from_the_moment_they_are_asked_for()
     three = small_profile(blocks=3)
     wide = dataclasses.replace(SETTINGS, prefetch_bytes=100)
     near = dataclasses.replace(SETTINGS, prefetch_bytes=VALUE)
-    assert play(SWAP, SWAP, SWAP, profile=three, settings=wide).peak_bytes == BASE + 3 * INPUT + 3 * VALUE + TRANSIENT
-    assert play(SWAP, SWAP, SWAP, profile=three, settings=near).peak_bytes == BASE + 3 * INPUT + 2 * VALUE + TRANSIENT
+    assert (
+        simulate(SWAP, SWAP, SWAP, profile=three, settings=wide).peak_bytes == BASE + 3 * INPUT + 3 * VALUE + TRANSIENT
+    )
+    assert (
+        simulate(SWAP, SWAP, SWAP, profile=three, settings=near).peak_bytes == BASE + 3 * INPUT + 2 * VALUE + TRANSIENT
+    )
 
 
 def test_inputs_leave_too() -> None:
     fast = small_profile(blocks=4, link=Link(out_bytes_per_second=1e6, in_bytes_per_second=1e6))
     none = dataclasses.replace(SETTINGS, window_bytes=0, prefetch_bytes=0)
-    line = play(*[SWAP_ALL] * 4, profile=fast, settings=none)
+    line = simulate(*[SWAP_ALL] * 4, profile=fast, settings=none)
     # Nothing is held but one block: its input, its value.
     assert line.peak_bytes == BASE + INPUT + VALUE + TRANSIENT
     assert line.out_bytes == line.in_bytes == 4 * (INPUT + VALUE)
@@ -125,7 +129,7 @@ def test_inputs_leave_too() -> None:
 
 def test_values_too_small_to_move_are_saved() -> None:
     profile = small_profile(engine=dataclasses.replace(SETTINGS, min_bytes=VALUE + 1))
-    line = play(SWAP, SWAP, profile=profile)
+    line = simulate(SWAP, SWAP, profile=profile)
     assert (line.out_bytes, line.named_parts()["saved"]) == (0, 2 * VALUE)
 
 
@@ -133,11 +137,11 @@ def test_over_the_hosts_cap_bytes_go_to_disk_and_then_nowhere() -> None:
     settings = dataclasses.replace(SETTINGS, window_bytes=0, prefetch_bytes=0)
     disk = Link(out_bytes_per_second=1.0, in_bytes_per_second=1.0)
     with_disk = small_profile(far=FarCaps(host_bytes=VALUE, disk_bytes=VALUE, disk_link=disk))
-    line = play(SWAP, SWAP, profile=with_disk, settings=settings)
+    line = simulate(SWAP, SWAP, profile=with_disk, settings=settings)
     assert (line.host_bytes, line.disk_bytes) == (VALUE, VALUE)
     # Block 0: out 2 s at once. Block 1: 10 s out to disk. Back: 10 s from disk, 2 s from the host.
     assert line.exposed_seconds == pytest.approx(2 + 10 + 10 + 2)
-    alone = play(SWAP, SWAP, profile=small_profile(far=FarCaps(host_bytes=VALUE)), settings=settings)
+    alone = simulate(SWAP, SWAP, profile=small_profile(far=FarCaps(host_bytes=VALUE)), settings=settings)
     assert (alone.host_bytes, alone.disk_bytes, alone.out_bytes) == (VALUE, 0, VALUE)
     assert alone.named_parts()["swap buffers"] == VALUE  # block 1's value never left
 
@@ -158,10 +162,10 @@ def test_two_regions_hold_one_half_at_a_time() -> None:
     kind = BlockKind(name="Block", ops=ops, cuts=(whole, halves), backward_seconds=6.0, input_kept_by=(0,))
     profile = small_profile(blocks=1, kind=kind, link=Link(out_bytes_per_second=1e6, in_bytes_per_second=1e6))
     settings = dataclasses.replace(SETTINGS, window_bytes=0, prefetch_bytes=0)
-    one = play(short_choice(0, "s", "rrr"), profile=profile)
+    one = simulate(short_choice(0, "s", "rrr"), profile=profile)
     assert one.peak_bytes == BASE + INPUT + 2 * VALUE + TRANSIENT
     assert one.replay_seconds == pytest.approx(2.0)
-    two = play(short_choice(1, "sw", "rrr"), profile=profile, settings=settings)
+    two = simulate(short_choice(1, "sw", "rrr"), profile=profile, settings=settings)
     # b's replay: its input came back, h is made again; a's value is b's input and not made again.
     assert two.peak_bytes == BASE + INPUT + 2 * VALUE + TRANSIENT
     assert two.replay_seconds == pytest.approx(1.0)
@@ -173,14 +177,14 @@ def test_a_view_belongs_to_the_value_behind_it() -> None:
     last = dataclasses.replace(G, inputs=(1,))
     ops = (dataclasses.replace(F, kept_by=(2,)), view, last)
     kind = BlockKind(name="Block", ops=ops, backward_seconds=4.0, input_kept_by=(0,))
-    line = play(short_choice(0, "s", "wrr"), short_choice(0, "s", "wrr"), profile=small_profile(kind=kind))
-    same = play(SWAP, SWAP)
+    line = simulate(short_choice(0, "s", "wrr"), short_choice(0, "s", "wrr"), profile=small_profile(kind=kind))
+    same = simulate(SWAP, SWAP)
     assert (line.peak_bytes, line.step_seconds) == (same.peak_bytes, same.step_seconds)
 
 
 def test_the_head_frees_its_bytes_before_the_blocks_run_backward() -> None:
     head = Segment(forward_seconds=1, backward_seconds=2, kept_bytes=50, forward_transient_bytes=70, gradient_bytes=9)
-    line = play(RECOMPUTE, RECOMPUTE, profile=small_profile(epilogue=head))
+    line = simulate(RECOMPUTE, RECOMPUTE, profile=small_profile(epilogue=head))
     assert line.peak_where == "forward of the head and loss"
     assert line.peak_bytes == BASE + 2 * INPUT + 70
     assert line.named_parts()["head and loss"] == 70
@@ -189,7 +193,7 @@ def test_the_head_frees_its_bytes_before_the_blocks_run_backward() -> None:
 
 def test_gradients_that_the_step_makes_stay() -> None:
     kind = dataclasses.replace(KIND, gradient_bytes=20)
-    line = play(LEFT_ALONE, LEFT_ALONE, profile=small_profile(kind=kind))
+    line = simulate(LEFT_ALONE, LEFT_ALONE, profile=small_profile(kind=kind))
     # Block 0's backward: its own input and value, and both blocks' gradients.
     assert line.peak_bytes == BASE + 2 * 20 + INPUT + VALUE + TRANSIENT
     assert line.peak_where == "backward of blocks.0"
@@ -198,15 +202,17 @@ def test_gradients_that_the_step_makes_stay() -> None:
 def test_where_only_the_blocks_transient_bytes_are_known_they_stand_at_its_start() -> None:
     ops = tuple(dataclasses.replace(op, backward_bytes=0) for op in (F, G))
     kind = dataclasses.replace(KIND, ops=ops, backward_transient_bytes=8)
-    assert play(LEFT_ALONE, LEFT_ALONE, profile=small_profile(kind=kind)).peak_bytes == BASE + 2 * (INPUT + VALUE) + 8
+    assert (
+        simulate(LEFT_ALONE, LEFT_ALONE, profile=small_profile(kind=kind)).peak_bytes == BASE + 2 * (INPUT + VALUE) + 8
+    )
 
 
 def test_the_host_can_be_the_slower_one() -> None:
     host = HostCost(step_seconds=11.0, region_op_seconds=0.5, replayed_op_seconds=1.0, swap_seconds=0.25)
     profile = small_profile(host=host)
-    assert play(LEFT_ALONE, LEFT_ALONE, profile=profile).step_seconds == pytest.approx(12.0)
-    assert play(RECOMPUTE, RECOMPUTE, profile=profile).step_seconds == pytest.approx(11 + 4 * 0.5 + 2 * 1.0)
-    assert play(SWAP, SWAP, profile=profile).host_seconds == pytest.approx(11 + 4 * 0.5 + 2 * 0.25)
+    assert simulate(LEFT_ALONE, LEFT_ALONE, profile=profile).step_seconds == pytest.approx(12.0)
+    assert simulate(RECOMPUTE, RECOMPUTE, profile=profile).step_seconds == pytest.approx(11 + 4 * 0.5 + 2 * 1.0)
+    assert simulate(SWAP, SWAP, profile=profile).host_seconds == pytest.approx(11 + 4 * 0.5 + 2 * 0.25)
 
 
 def test_corrections_shift_the_peak_and_scale_the_work() -> None:

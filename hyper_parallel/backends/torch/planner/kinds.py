@@ -158,26 +158,26 @@ def _node_bytes(memory: BlockCall) -> list[int]:
 def _cuts(seen: ObservedCall, seconds: Sequence[float]) -> tuple[Cut, ...]:
     """The whole block; its children; its large children."""
     whole = Cut(regions=(CutRegion(module="", first_op=0, stop_op=len(seen.ops)),))
-    spans = [span for span in _child_spans(seen) if _is_worth_a_region(seen.ops[span[1] : span[2]])]
-    large = [span for span in spans if sum(seconds[span[1] : span[2]]) >= _LARGE_SHARE * sum(seconds)]
+    regions = [child for child in _child_regions(seen) if _is_worth_a_region(seen.ops[child[1] : child[2]])]
+    large = [child for child in regions if sum(seconds[child[1] : child[2]]) >= _LARGE_SHARE * sum(seconds)]
     cuts = [whole]
-    for chosen in (spans, large):
-        cut = Cut(regions=tuple(_region(seen, *span) for span in chosen)) if len(chosen) > 1 else None
+    for chosen in (regions, large):
+        cut = Cut(regions=tuple(_region(seen, *child) for child in chosen)) if len(chosen) > 1 else None
         if cut is not None and cut not in cuts:
             cuts.append(cut)
     return tuple(cuts)
 
 
-def _child_spans(seen: ObservedCall) -> list[tuple[str, int, int]]:
+def _child_regions(seen: ObservedCall) -> list[tuple[str, int, int]]:
     """Direct children that ran once, in one stretch."""
-    spans: list[tuple[str, int, int]] = []
+    regions: list[tuple[str, int, int]] = []
     owners = [op.module.partition(".")[0] for op in seen.ops]
     for child in dict.fromkeys(owner for owner in owners if owner):
         mine = [at for at, owner in enumerate(owners) if owner == child]
         is_one_stretch = mine[-1] - mine[0] + 1 == len(mine)
         if is_one_stretch and seen.module_calls.get(child) == 1:
-            spans.append((child, mine[0], mine[-1] + 1))
-    return spans
+            regions.append((child, mine[0], mine[-1] + 1))
+    return regions
 
 
 def _is_worth_a_region(ops: Sequence[ObservedOp]) -> bool:

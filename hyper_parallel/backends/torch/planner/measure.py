@@ -38,7 +38,7 @@ def measure_step(
         if not meter.is_out_of_memory(error):
             raise
     peak, reserved = meter.peak_bytes(), meter.reserved_bytes()
-    meter.tidy()
+    meter.release_cached()
     return StepMeasure(
         peak_bytes=peak,
         step_seconds=float("inf"),

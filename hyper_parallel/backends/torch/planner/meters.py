@@ -53,7 +53,7 @@ class Meter(Protocol):
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether this is the device saying that it is full."""
 
-    def tidy(self) -> None:
+    def release_cached(self) -> None:
         """After an error: give back what the allocator keeps."""
 
 
@@ -109,7 +109,7 @@ class AcceleratorMeter:
         """See :class:`Meter`."""
         return isinstance(error, torch.OutOfMemoryError)
 
-    def tidy(self) -> None:
+    def release_cached(self) -> None:
         """See :class:`Meter`."""
         self._module.empty_cache()
 
@@ -158,7 +158,7 @@ class SimulatedMeter:
         """See :class:`Meter`."""
         return isinstance(error, MemoryError)
 
-    def tidy(self) -> None:
+    def release_cached(self) -> None:
         """See :class:`Meter`."""
 
 

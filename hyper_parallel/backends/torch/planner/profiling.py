@@ -4,7 +4,7 @@ Order of trials
 ---------------
 1. *Survey*: every block replayed, inputs swapped: which ops, which kinds. Gradients come into being here and stay for
    the other trials, as they are in a training run that accumulates: the larger of two cases.
-2. *Bytes*: one block of every kind left alone and trials op by op, the others replayed.
+2. *Bytes*: one block of every kind left alone and observed op by op, the others replayed.
 3. *Seconds*, several times: the same with clocks; the others swap their inputs, so that the link is measured under load.
 4. *Plain*: nothing changed, where that fits: the step's own peak and time.
 """
@@ -168,7 +168,7 @@ class _Profiler:
             if not self.meter.is_out_of_memory(error):
                 raise
             error = error.with_traceback(None)
-            self.meter.tidy()
+            self.meter.release_cached()
             raise BudgetTooSmallError(
                 f"profile_memory: the step does not fit on {self.meter.device_name} even with every block replayed and its "
                 f"inputs swapped ({error}). Shorten the sequence or the batch, or shard the model."
@@ -225,7 +225,7 @@ class _Profiler:
         except Exception as error:
             if not self.meter.is_out_of_memory(error):
                 raise
-        self.meter.tidy()
+        self.meter.release_cached()
         return [], None
 
     # ------------------------------------------------------------------ the record

@@ -143,7 +143,7 @@ def restored_after(model: nn.Module, device: torch.device, *, who: str) -> Itera
         manager.first_step = first_step
         snapshot.put_back()
         if failure is not None:
-            _tell(failure, snapshot.changes(), who)
+            _add_changes_to_error(failure, snapshot.changes(), who)
     changes = snapshot.changes()
     if changes:
         raise PlanError(
@@ -158,7 +158,7 @@ def _trace(changes: list[str]) -> str:
     )
 
 
-def _tell(failure: BaseException, changes: list[str], who: str) -> None:
+def _add_changes_to_error(failure: BaseException, changes: list[str], who: str) -> None:
     """Add to an error what the trial steps before it changed for good: to the message where it is ours, else as a note."""
     if not changes:
         return

@@ -155,7 +155,7 @@ class StepObserver:
 
 
 class _WatchedStep:
-    """One step that runs with module hooks, copies and memory being run."""
+    """One step that runs while modules, copies and memory are being noted."""
 
     def __init__(self, meter: Any, blocks: Sequence[BlockRef], *, is_host: bool) -> None:  # meter: planner's Meter
         self._meter = meter
