@@ -76,7 +76,7 @@ class FakeDevice:
     def run(self, *names: str) -> None:
         """Run the named streams, or all of them, as far as their waits allow."""
         chosen = [stream for stream in self.streams if not names or stream.name in names]
-        while any([stream.run() for stream in chosen]):
+        while sum(stream.run() for stream in chosen):  # each of them, in turn, until none can go on
             pass
 
     def queue(self, step: Callable[[], object]) -> None:

@@ -51,11 +51,11 @@ def test_a_span_that_is_not_lent_is_refused_and_nothing_changes() -> None:
     made = arena(16)
     spans = taken(made, 8)
     for wrong in ((Span(0, 8, 8),), (*spans, *spans), (Span(0, 0, 4),)):
-        with pytest.raises(ValueError, match="Arena.give: not lent, or given twice"):
+        with pytest.raises(ValueError, match=r"Arena.give: not lent, or given twice"):
             made.give(wrong)
         assert (made.lent_bytes, made.free_bytes) == (8, 8)
     made.give(spans)
-    with pytest.raises(ValueError, match="Arena.give: not lent, or given twice"):
+    with pytest.raises(ValueError, match=r"Arena.give: not lent, or given twice"):
         made.give(spans)
 
 
@@ -99,5 +99,5 @@ def test_sizes_that_are_no_granules_are_refused(wrong: int) -> None:
     if wrong <= 0:
         with pytest.raises(ValueError, match=r"Arena.take: expected at least 1 byte"):
             made.take(wrong)
-    with pytest.raises(ValueError, match="Arena.granule_bytes: expected at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"Arena.granule_bytes: expected at least 1, got 0"):
         Arena(0)

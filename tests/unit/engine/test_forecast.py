@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 
 from hyper_parallel.core.activation_checkpoint.forecast import Forecast, everything_below, order_of_want
@@ -61,7 +59,6 @@ def test_dead_and_wanted_records_are_passed_over() -> None:
     forecast = Forecast(records, everything)
     records[3].is_wanted = True
     del records[2]
-    gc.collect()
     assert tags(forecast.next_ones()) == ["b", "a"]
     assert forecast.upcoming() is records[1]
     assert tags(forecast.next_ones()) == ["b", "a"]
@@ -76,7 +73,6 @@ def test_bytes_ahead_are_those_brought_and_not_asked_for() -> None:
     records[2].is_wanted = True
     assert forecast.ahead_bytes() == 2 * UNIT
     del record, records[0]
-    gc.collect()
     assert (tags(forecast.ahead()), forecast.ahead_bytes()) == (["b"], UNIT)
 
 
@@ -86,5 +82,4 @@ def test_a_forecast_keeps_no_record_alive() -> None:
     forecast.loaded(records[0])
     forecast.touched.add(records[0])
     records.clear()
-    gc.collect()
     assert (forecast.upcoming(), forecast.ahead(), list(forecast.touched)) == (None, [], [])
