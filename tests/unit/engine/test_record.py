@@ -199,6 +199,7 @@ def test_a_copy_out_that_fails_leaves_the_state_and_can_be_tried_again() -> None
     assert record.residency is Residency.DEVICE
     assert bytes(record.device_bytes) == b"a" * UNIT
     assert record.start_offload() is None
+    assert [tier.live_bytes for tier in schedule.far.statistics()] == [UNIT], "the first try's room serves the second"
     record.finish_offload()
     record.start_load()
     record.finish_load()
