@@ -1,11 +1,12 @@
-# Two commands for people: `make demo` and `make test`. One for the house: `make check`.
+# For users: `make demo` and `make test`. For contributors, before every commit: `make check`.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 RUN := HYPER_PARALLEL_PLATFORM=torch $(BIN)/python
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help install demo test test-long test-gpu test-mindspore test-machines test-versions check docs format clean
+.PHONY: help install demo test test-long test-gpu test-mindspore test-machines test-versions docs format clean
+.PHONY: check check-style check-types check-tests check-docs check-packages
 
 help:
 	@echo "make demo       train a small language model four ways under a memory budget, and write a report"
@@ -15,7 +16,7 @@ help:
 	@echo "make test-gpu   the GPU suite; needs a CUDA device"
 	@echo "make test-machines  the suites that judge numbers, with other kernels and threads"
 	@echo "make test-versions  the engine's suites on every tested torch release; downloads gigabytes"
-	@echo "make check      format, lint, types, import rules, docs without warnings, unit tests"
+	@echo "make check      format, lint, types, import rules, docs without warnings, unit tests; under a minute"
 	@echo "make docs       the documentation, into site/index.html"
 
 # torch first and alone: with a plain or ranged requirement pip would fetch gigabytes of CUDA packages.
@@ -74,13 +75,27 @@ test-machines: install
 test-versions:
 	PYTHON=$(PYTHON) scripts/test_versions.sh
 
+# Two parts at a time: the type check and the tests take longest, and each uses one core. All parts run, also after a failure.
+# The gate has the unit tests that answer in seconds; `make test` has all tests, these included.
 check: install
+	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target \
+		check-types check-style check-tests check-docs check-packages
+
+check-style: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+check-types: install
 	$(BIN)/mypy
+
+check-tests: install
+	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/unit tests/architecture -q -m "not long and not slow"
+
+check-docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+check-packages: install
 	$(BIN)/python scripts/audit.py
-	OMP_NUM_THREADS=1 $(RUN) -m pytest tests/unit tests/architecture -q -m "not long"
 
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -6,7 +6,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 main_release=2.13 # .venv has it, and `make test` runs on it
-suites=${SUITES:-tests/unit tests/integration/activation}
+suites=${SUITES:-tests/unit tests/integration/far tests/integration/activation}
 releases=("$@")
 if [ ${#releases[@]} = 0 ]; then
     read -r -a releases <<<"$(python3 -c 'exec(open("hyper_parallel/_version.py").read()); print(*TESTED_TORCH)')"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from hyper_parallel.core.activation_checkpoint.record import Record
 from hyper_parallel.simulation.streams import Judge, SimulationError, Timeline
@@ -23,10 +23,17 @@ class Simulation:
         self.swapped_bytes = 0
         self.events: list[tuple[str, int]] = []
         """What the schedule did, in order: (``offload`` | ``drop`` | ``load`` | ``use`` | ``miss``, bytes)."""
+        self.num_holds = 0
+        self.skip_holds: Collection[int] = ()
+        """For tests: the records of the copies with these numbers, counted from 0, do not hold their device bytes."""
 
     def trace(self, what: str, record: Record) -> None:
         """The schedule did something."""
         self.events.append((what, record.nbytes))
+        if what in ("offload", "load"):  # a copy was queued, and the record holds the device's side of it
+            if self.num_holds in self.skip_holds:
+                record.device_bytes = None
+            self.num_holds += 1
 
     @property
     def live_bytes(self) -> int:

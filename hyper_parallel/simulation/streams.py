@@ -9,6 +9,9 @@ a missing wait reads bytes that never arrived, every time and not once a week. T
 waiting for it joins the snapshot, and the host passes on whatever it saw done. Two accesses to the same bytes of which
 one writes must be ordered by these clocks. That finds a missing order even where the values happen to be right.
 
+*Faults.* A test can make the device ignore single waits and events, by their numbers. It shows that the engine needs each
+of them: without it the judge or a comparison of values must notice.
+
 This file knows no framework: bytes are (key, start, end).
 """
 
@@ -18,7 +21,7 @@ import functools
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar, cast
 
 from hyper_parallel.errors import HyperParallelError
@@ -143,6 +146,12 @@ class Timeline:
         self.lanes: list[SimulatedStream] = []
         self._lane_of: dict[int, tuple[Any, SimulatedStream]] = {}  # id of a foreign stream -> that stream, its lane
         self._host_clock: Clock = {}
+        self.num_waits = 0
+        self.num_events = 0
+        self.skip_waits: Collection[int] = ()
+        """For tests: the waits with these numbers, counted from 0, order nothing."""
+        self.skip_events: Collection[int] = ()
+        """For tests: the events with these numbers are never recorded. As on a device, a wait for one orders nothing."""
 
     @_locked
     def new_lane(self) -> SimulatedStream:
@@ -171,6 +180,16 @@ class Timeline:
         stream.clock[stream.name] += 1
 
     @_locked
+    def record(self, stream: SimulatedStream) -> SimulatedEvent:
+        """An event behind everything that is queued on ``stream``."""
+        self.tick(stream)
+        event = SimulatedEvent(stream)
+        if self.num_events in self.skip_events:
+            event.target, event.clock = 0, {}
+        self.num_events += 1
+        return event
+
+    @_locked
     def enqueue(self, stream: SimulatedStream, work: Callable[[], None]) -> None:
         """Queue work."""
         if stream.runs_at_once:
@@ -184,9 +203,16 @@ class Timeline:
     @_locked
     def wait(self, stream: SimulatedStream, event: SimulatedEvent) -> None:
         """Order what is queued on ``stream`` from now on after ``event``."""
+        if self._is_skipped():
+            return
         _join(stream.clock, event.clock)
         if stream is not event.stream:
             self.enqueue(stream, lambda: self._run_until(event.stream, event.target))
+
+    def _is_skipped(self) -> bool:
+        """Count a wait, and say whether a test wants it ignored."""
+        self.num_waits += 1
+        return self.num_waits - 1 in self.skip_waits
 
     @_locked
     def is_done(self, event: SimulatedEvent) -> bool:
@@ -207,6 +233,8 @@ class Timeline:
     @_locked
     def synchronize(self, event: SimulatedEvent) -> None:
         """The host waits."""
+        if self._is_skipped():
+            return
         self._run_until(event.stream, event.target)
         event.stream.seen_by_host = max(event.stream.seen_by_host, event.target)
         _join(self._host_clock, event.clock)

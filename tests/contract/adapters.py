@@ -19,7 +19,7 @@ import numpy as np
 
 from hyper_parallel.platform.platform import Platform
 
-COLLECTIVE_TIMEOUT_S: Final = 20
+COLLECTIVE_TIMEOUT_S: Final = 200
 
 
 class Adapter(abc.ABC):

@@ -19,8 +19,8 @@ from typing import Any, Final
 
 import pytest
 
-JOB_LIMIT_S: Final = 90
-GRACE_S: Final = 10
+JOB_LIMIT_S: Final = 600
+GRACE_S: Final = 60
 
 
 class RankedJobs:

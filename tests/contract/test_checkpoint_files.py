@@ -185,7 +185,7 @@ def test_a_disk_that_fills_up_in_mid_write_leaves_the_old_file(platform, adapter
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 
     run = subprocess.run(
-        [sys.executable, "-c", script], preexec_fn=limit_file_size, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script], preexec_fn=limit_file_size, capture_output=True, text=True, timeout=600
     )
     assert run.returncode != 0
     assert "CheckpointFileError: save_checkpoint: cannot write" in run.stderr

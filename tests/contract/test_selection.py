@@ -25,7 +25,7 @@ def fresh(code: str, *, path: Path | None = None, **environment: str) -> subproc
         env={**clean, **environment},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
     )
 
 

@@ -65,6 +65,7 @@ def _be_rank(rank: int, job: dict[str, Any], adapter: Adapter, place: Path, limi
     status = 1
     try:
         adapter.join(rank, job["size"], place / "meeting")
+        faulthandler.dump_traceback_later(limit_s, exit=True)  # anew: a slow start is no part of the checks
         world = World(platform=adapter.platform, adapter=adapter, rank=rank, size=job["size"], place=place)
         status = 0 if _run_checks(world, job["checks"]) else 1
         if status == 0:

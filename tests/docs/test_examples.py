@@ -25,7 +25,7 @@ ELSEWHERE = {"fsdp2", "lightning_fit", "sft_lora", "transformers_trainer"}
 def output_of(name: str) -> str:
     environment = os.environ | {"HYPER_PARALLEL_PLATFORM": "torch", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
     command = [sys.executable, "-m", f"examples.{name}"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=250, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=900, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -23,7 +23,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(target)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=250, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=900, env=environment)
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
     return target

@@ -258,8 +258,9 @@ class Handlers:
             sys.unraisablehook = hook
 
     def _disarm(self) -> None:
-        Handlers._armed.clear()
-        time.sleep(0.001)  # what a worker sent just now arrives here
+        with Handlers._lock:  # a worker that is about to send does so first
+            Handlers._armed.clear()
+        time.sleep(0.001)  # what it sent arrives here
         Handlers._armed.clear()
 
     def _stop(self, number: int, frame: Any) -> None:

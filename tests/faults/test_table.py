@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from faults import inject
+from faults import bench, inject
 from faults.bench import Bench, trial
 from faults.table import CELLS, FAULTS, ROWS, Cell
 
@@ -76,7 +76,8 @@ class TestTheJudge:
         with pytest.raises(AssertionError, match="device bytes are left"):
             trial(self.BENCH, tmp_path, lambda: inject.OpSite().replaced(5, holding))
 
-    def test_an_open_file(self, tmp_path: Path) -> None:
+    def test_an_open_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(bench, "ENDS_WITHIN_S", 0.1)  # this file stays open, however long one waits
         held: list[Any] = []
 
         def opening(real: Any, args: Any, kwargs: Any) -> Any:

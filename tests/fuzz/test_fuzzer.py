@@ -189,7 +189,7 @@ def test_a_script_runs_alone(tmp_path: pathlib.Path) -> None:
     script.write_text(program_to_script(CHAIN, "A chain."))
     environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
     done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     assert "results, all equal" in done.stdout

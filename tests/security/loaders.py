@@ -29,7 +29,7 @@ from security.mutate import mutated
 
 __all__ = ["LOADERS", "Loader", "attempt", "mutated_file"]
 
-LIMIT_S: Final = 10.0
+LIMIT_S: Final = 10.0  # of computing, whatever else this machine does
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,7 +193,7 @@ def attempt(loader: Loader, data: bytes, folder: Path) -> tuple[str, str]:
     """``("read" | "refused", "")``, or ``("wrong", why)``. The folder holds the file alone, before and after."""
     path = folder / "file"
     path.write_bytes(data)
-    started = time.monotonic()
+    started = time.process_time()
     verdict, why = "read", ""
     with _watching() as seen, warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -210,8 +210,8 @@ def attempt(loader: Loader, data: bytes, folder: Path) -> tuple[str, str]:
         verdict, why = "wrong", f"it did more than read: {seen[:3]}"
     if os.listdir(folder) != ["file"] or path.read_bytes() != data:
         verdict, why = "wrong", f"it wrote: {os.listdir(folder)}"
-    if time.monotonic() - started > LIMIT_S:
-        verdict, why = "wrong", f"it took {time.monotonic() - started:.0f} s"
+    if time.process_time() - started > LIMIT_S:
+        verdict, why = "wrong", f"it took {time.process_time() - started:.0f} s of this processor"
     return verdict, why
 
 

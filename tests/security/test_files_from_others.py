@@ -18,7 +18,7 @@ from hyper_parallel.platform.torch import checkpoint_files
 from security.loaders import LOADERS, attempt, mutated_file
 
 _ROOT = Path(__file__).resolve().parents[2]
-_LIMIT_S = 120
+_LIMIT_S = 600
 _SLICE = 2000
 
 

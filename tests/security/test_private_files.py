@@ -17,7 +17,7 @@ from hyper_parallel.core.activation_checkpoint.far import disk_file
 from hyper_parallel.core.activation_checkpoint.far.disk_file import SwapFile
 from hyper_parallel.platform.base.weight_files import replacing
 
-_LIMIT_S = 120
+_LIMIT_S = 600
 
 
 @pytest.fixture

@@ -73,8 +73,7 @@ class SimulatedBackend:
         with self._timeline.lock:
             stream = self._timeline.lane_of(stream)
             self._timeline.drift()
-            self._timeline.tick(stream)
-            return SimulatedEvent(stream)
+            return self._timeline.record(stream)
 
     def wait_event(self, stream: Stream, event: SimulatedEvent) -> None:
         """See the protocol."""

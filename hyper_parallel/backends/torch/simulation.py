@@ -71,8 +71,7 @@ class SimulatedBackend:
             self._simulation.count_freed_bytes()
             stream = self._timeline.lane_of(stream)
             self._timeline.drift()
-            self._timeline.tick(stream)
-            return SimulatedEvent(stream)
+            return self._timeline.record(stream)
 
     def wait_event(self, stream: Stream, event: SimulatedEvent) -> None:
         """See the protocol."""

@@ -15,7 +15,7 @@ from hyper_parallel.config import SwapConfig
 from .helpers import collector_off
 from .scenario import batch
 
-LIMIT_S = 60.0
+LIMIT_S = 600.0
 
 
 def _disk_threads() -> int:

@@ -158,7 +158,7 @@ def test_where_nobody_set_logging_up_it_goes_to_standard_error(words: list[str],
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, str(script), *words], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, str(script), *words], capture_output=True, text=True, timeout=600, check=True
     )
     assert done.stderr.count("hyper_parallel: first step:") == said
     assert done.stdout == ""

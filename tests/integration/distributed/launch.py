@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Final
 
 WORLD_SIZE: Final = 2
-COLLECTIVE_LIMIT_S: Final = 30
-LAUNCH_LIMIT_S: Final = 150
+COLLECTIVE_LIMIT_S: Final = 200
+LAUNCH_LIMIT_S: Final = 1000
 
 PASSED: Final = "passed"
 

@@ -28,7 +28,7 @@ from hyper_parallel.integrations import ddp, fsdp, pipelining
 from hyper_parallel.testing import simulated_accelerator
 
 FSDP1 = "fsdp1_is_refused"
-WIDTH, ROWS, STEPS, WORLD_SIZE, LIMIT_S, COLLECTIVE_LIMIT_S = 16, 512, 3, 2, 280, 120
+WIDTH, ROWS, STEPS, WORLD_SIZE, LIMIT_S, COLLECTIVE_LIMIT_S = 16, 512, 3, 2, 1100, 600
 Train = Callable[[int, bool], tuple[list[float], list[nn.Module]]]  # (rank, with us) -> losses, trained
 
 

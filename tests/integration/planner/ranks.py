@@ -24,7 +24,7 @@ from hyper_parallel.testing import simulated_accelerator
 from .models import LENGTH, VOCABULARY, Transformer
 
 WORLD_SIZE: Final = 2
-LIMIT_S: Final = 200
+LIMIT_S: Final = 600
 PASSED: Final = "passed"
 SHARE: Final = 0.6
 

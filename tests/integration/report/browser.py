@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = next((path for name in ("chromium", "chromium-browser") if (path := shutil.which(name))), None)
-_ANSWER_LIMIT_S = 90.0
+_ANSWER_LIMIT_S = 600.0
 
 
 class Browser:

@@ -66,7 +66,7 @@ def folder(tmp_path: Path) -> Path:
 def run(folder: Path, *arguments: str, code: int = 0) -> tuple[str, str]:
     environment = {**os.environ, "HYPER_PARALLEL_PLATFORM": "torch", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "hyper_parallel.cli", *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout, done.stderr

@@ -21,7 +21,7 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str
 def run(folder: Path, *arguments: str) -> str:
     environment = {**ALLOCATOR, **os.environ, "HYPER_PARALLEL_PLATFORM": "torch"}
     done = subprocess.run(
-        [*COMMAND, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=280
+        [*COMMAND, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

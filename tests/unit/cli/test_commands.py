@@ -204,11 +204,11 @@ def test_completion_knows_every_command_and_option() -> None:
     assert "--one" not in options["demo"], "not for people"
     words = 'COMP_WORDS=(hyper-parallel plan --bud); COMP_CWORD=2; _hyper_parallel; echo "${COMPREPLY[@]}"'
     script = script_for("bash", options) + words
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=600)
     assert done.stdout.split() == ["--budget"], done.stderr
     words = 'COMP_WORDS=(hyper-parallel d); COMP_CWORD=1; _hyper_parallel; echo "${COMPREPLY[@]}"'
     done = subprocess.run(
-        ["bash", "-c", script_for("bash", options) + words], capture_output=True, text=True, timeout=60
+        ["bash", "-c", script_for("bash", options) + words], capture_output=True, text=True, timeout=600
     )
     assert done.stdout.split() == ["demo", "doctor"], done.stderr
     assert script_for("zsh", options).startswith("autoload -U +X bashcompinit")

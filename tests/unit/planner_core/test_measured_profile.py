@@ -28,6 +28,7 @@ def test_the_step_left_alone_is_explained(profile: Profile) -> None:
     assert line.step_seconds == pytest.approx(profile.measured.step_seconds, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("act_gib", "predicted_ms"), [(4.0, 736.7), (5.2, 728.2), (9.2, 702.8), (15.3, 667.0)])
 def test_answers_do_not_get_worse(profile: Profile, act_gib: float, predicted_ms: float) -> None:
     budget = profile.base.weights + profile.base.gradients + int(act_gib * GIB)

@@ -111,6 +111,7 @@ def test_an_effort_is_a_number(given: Any) -> None:
 # ---------------------------------------------------------------------- the benchmark's stack
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "gib", "hand"),
     [
@@ -303,6 +304,7 @@ def test_notes_on_reserved_and_pinned_memory() -> None:
 # ---------------------------------------------------------------------- size
 
 
+@pytest.mark.slow
 def test_a_hundred_layers_cost_a_bounded_search() -> None:
     stack = stack_profile("8k")
     blocks = tuple(Block(name=f"layers.{at}", kind=0, input_bytes=128 * 2**20) for at in range(100))

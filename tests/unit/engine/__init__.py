@@ -1,0 +1,1 @@
+"""Unit tests of the engine on a fake device; no framework is imported here."""
