@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from hyper_parallel.backends.torch.devices import HostBackend
-from hyper_parallel.backends.torch.simulation import SimulatedBackend
 from hyper_parallel.core.activation_checkpoint.far import disk_file
 from hyper_parallel.core.activation_checkpoint.far.disk_workers import Workers
+from hyper_parallel.simulation.backend import SimulatedBackend
 
 from . import inject
 from .bench import Bench, expected_gradients, trial

@@ -22,20 +22,13 @@ from mindspore import Parameter, ParameterTuple, nn
 from hyper_parallel.backends.mindspore.checkpointing import checkpoint, swap
 from hyper_parallel.backends.mindspore.saved_tensors import TensorPolicy
 from hyper_parallel.config import SwapConfig
-from hyper_parallel.core.activation_checkpoint.wrapper import (
-    CheckpointCalls,
-    FunctionModule,
-    ModuleTraits,
-    ModuleWrapper,
-    SwapCalls,
-    refuse_reentrant,
-)
+from hyper_parallel.core.activation_checkpoint import wrapper
 from hyper_parallel.platform.mindspore import compat
 
 __all__ = ["ActivationWrapper", "CheckpointWrapper", "FuncCell", "SwapWrapper", "checkpoint_wrapper", "swap_wrapper"]
 
 
-class FuncCell(FunctionModule, nn.Cell):  # type: ignore[misc]
+class FuncCell(wrapper.FunctionModule, nn.Cell):  # type: ignore[misc]
     """A plain callable as a cell."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
@@ -49,10 +42,10 @@ class FuncCell(FunctionModule, nn.Cell):  # type: ignore[misc]
 _REGISTRIES: Final = ("_params", "_buffers", "_cells")
 
 
-class ActivationWrapper(ModuleWrapper, nn.Cell, is_base=True):  # type: ignore[misc]
+class ActivationWrapper(wrapper.ModuleWrapper, nn.Cell, is_base=True):  # type: ignore[misc]
     """The base of our wrappers: everything but ``construct``."""
 
-    _wrapper_traits = ModuleTraits(
+    _wrapper_traits = wrapper.ModuleTraits(
         base=nn.Cell,
         noun="cell",
         from_function=FuncCell,
@@ -160,7 +153,7 @@ class ActivationWrapper(ModuleWrapper, nn.Cell, is_base=True):  # type: ignore[m
         return str(self._wrapped.extend_repr())
 
 
-class CheckpointWrapper(CheckpointCalls, ActivationWrapper, is_plain=True):
+class CheckpointWrapper(wrapper.CheckpointCalls, ActivationWrapper, is_plain=True):
     """Every call goes through a checkpoint function, ours unless another is given."""
 
     _checkpoint_function = checkpoint
@@ -170,7 +163,7 @@ class CheckpointWrapper(CheckpointCalls, ActivationWrapper, is_plain=True):
         return self._call_checkpointed(args, kwargs)
 
 
-class SwapWrapper(SwapCalls, ActivationWrapper, is_plain=True):
+class SwapWrapper(wrapper.SwapCalls, ActivationWrapper, is_plain=True):
     """What the wrapped cell saves for backward goes to far memory and comes back in time."""
 
     _swap_function = swap
@@ -184,7 +177,7 @@ class SwapWrapper(SwapCalls, ActivationWrapper, is_plain=True):
 
 def checkpoint_wrapper(module: Any, **keywords: Any) -> CheckpointWrapper:
     """See ``hyper_parallel.checkpoint_wrapper``."""
-    refuse_reentrant(keywords)
+    wrapper.refuse_reentrant(keywords)
     return CheckpointWrapper(module, **keywords)
 
 

@@ -18,20 +18,13 @@ from hyper_parallel.backends.torch.checkpointing import checkpoint, swap
 from hyper_parallel.backends.torch.saved_tensors import TensorPolicy
 from hyper_parallel.backends.torch.tracing import is_exporting, node_of_trace, refuse_script
 from hyper_parallel.config import SwapConfig
-from hyper_parallel.core.activation_checkpoint.wrapper import (
-    CheckpointCalls,
-    FunctionModule,
-    ModuleTraits,
-    ModuleWrapper,
-    SwapCalls,
-    refuse_reentrant,
-)
+from hyper_parallel.core.activation_checkpoint import wrapper
 from hyper_parallel.platform.torch import compat
 
 __all__ = ["ActivationWrapper", "CheckpointWrapper", "FuncModule", "SwapWrapper", "checkpoint_wrapper", "swap_wrapper"]
 
 
-class FuncModule(FunctionModule, nn.Module):
+class FuncModule(wrapper.FunctionModule, nn.Module):
     """A plain callable as a module."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -43,10 +36,10 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _SET_ON_WRAPPER = frozenset({"_wrapped", "_compiled_call_impl", "forward"})
 
 
-class ActivationWrapper(ModuleWrapper, nn.Module, is_base=True):
+class ActivationWrapper(wrapper.ModuleWrapper, nn.Module, is_base=True):
     """The base of our wrappers: everything but ``forward``."""
 
-    _wrapper_traits = ModuleTraits(
+    _wrapper_traits = wrapper.ModuleTraits(
         base=nn.Module,
         noun="module",
         from_function=FuncModule,
@@ -131,7 +124,7 @@ class ActivationWrapper(ModuleWrapper, nn.Module, is_base=True):
         return replica
 
 
-class CheckpointWrapper(CheckpointCalls, ActivationWrapper, is_plain=True):
+class CheckpointWrapper(wrapper.CheckpointCalls, ActivationWrapper, is_plain=True):
     """Every call goes through a checkpoint function, ours unless another is given."""
 
     _checkpoint_function = checkpoint
@@ -146,7 +139,7 @@ class CheckpointWrapper(CheckpointCalls, ActivationWrapper, is_plain=True):
         return self._call_checkpointed(args, kwargs)
 
 
-class SwapWrapper(SwapCalls, ActivationWrapper, is_plain=True):
+class SwapWrapper(wrapper.SwapCalls, ActivationWrapper, is_plain=True):
     """What the wrapped module saves for backward goes to far memory and comes back in time."""
 
     _swap_function = swap
@@ -163,7 +156,7 @@ class SwapWrapper(SwapCalls, ActivationWrapper, is_plain=True):
 
 def checkpoint_wrapper(module: nn.Module | Callable[..., Any], **keywords: Any) -> CheckpointWrapper:
     """See ``hyper_parallel.checkpoint_wrapper``."""
-    refuse_reentrant(keywords)
+    wrapper.refuse_reentrant(keywords)
     return CheckpointWrapper(module, **keywords)
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.call_keywords import (
@@ -33,7 +33,8 @@ from hyper_parallel.core.activation_checkpoint.own_attributes import OwnAttribut
 
 __all__ = ["CheckpointCalls", "FunctionModule", "ModuleTraits", "ModuleWrapper", "SwapCalls", "refuse_reentrant"]
 
-Module = Any  # torch.nn.Module | mindspore.nn.Cell
+Module: TypeAlias = Any  # torch.nn.Module | mindspore.nn.Cell
+TensorPolicy: TypeAlias = Callable[[Any], Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -306,7 +307,7 @@ class SwapCalls:
     def __init__(
         self,
         mod: Module | Callable[..., Any],
-        policy_fn: Any = None,  # a tensor policy
+        policy_fn: TensorPolicy | None = None,
         *,
         swap_config: SwapConfig | None = None,
     ) -> None:
@@ -314,12 +315,12 @@ class SwapCalls:
         self._settings = (policy_fn, swap_config)
 
     @property
-    def policy_fn(self) -> Any:
+    def policy_fn(self) -> TensorPolicy | None:
         """The tensor policy; a new one holds from the next call on."""
         return self._settings[0]
 
     @policy_fn.setter
-    def policy_fn(self, policy_fn: Any) -> None:
+    def policy_fn(self, policy_fn: TensorPolicy | None) -> None:
         self._settings = (policy_fn, self._settings[1])
 
     def _call_swapped(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
