@@ -176,7 +176,7 @@ class SimulatedBackend:
             self._timeline.drift()
             self._timeline.tick(lane)
             read, written = self._memory.range_of(source), self._memory.range_of(destination)
-            goes_out = written.key not in self._lives
+            goes_out = self.is_host(destination)
             if goes_out:
                 self.simulation.swapped_bytes += read.end - read.start
             what = "copy out" if goes_out else "copy back"
@@ -185,6 +185,10 @@ class SimulatedBackend:
             with self._memory.around_queueing(goes_out=goes_out):
                 life = self._lives.get((read if goes_out else written).key)
                 self._timeline.enqueue(lane, _Copy(self._memory, destination, source, life, goes_out=goes_out))
+
+    def is_host(self, flat: FlatBytes) -> bool:
+        """Whether the bytes are no counted device bytes: a copy to them goes out."""
+        return self._memory.range_of(flat).key not in self._lives
 
     def _claim(self, stream: SimulatedStream, part: ByteRange, *, is_write: bool, what: str) -> None:
         self.check(stream, part, is_write=is_write, what=what)

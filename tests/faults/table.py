@@ -163,7 +163,7 @@ def _is_pageable(self: Any, nbytes: int, *, pinned: bool) -> bool:
 
 
 def _goes_out(self: Any, destination: Any, source: Any, stream: Any) -> bool:
-    return destination.untyped_storage()._cdata not in self._device_storages
+    return bool(self.is_host(destination))
 
 
 def _comes_back(self: Any, destination: Any, source: Any, stream: Any) -> bool:
