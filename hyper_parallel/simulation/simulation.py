@@ -17,7 +17,7 @@ class Simulation:
         self.timeline = Timeline(timing, seed)
         self.judge = Judge()
         self.count_freed_bytes: Callable[[], None] = _nothing
-        """Called before bytes are read; for a framework that does not tell at once that device bytes went."""
+        """Called before the bytes are read, where a framework does not report at once that device bytes are gone."""
         self._live_bytes = 0
         self._peak_bytes = 0
         self.swapped_bytes = 0
@@ -28,7 +28,7 @@ class Simulation:
         """For tests: the records of the copies with these numbers, counted from 0, do not hold their device bytes."""
 
     def trace(self, what: str, record: Record) -> None:
-        """The schedule did something."""
+        """Note what the schedule did with a record."""
         self.events.append((what, record.nbytes))
         if what in ("offload", "load"):  # a copy was queued, and the record holds the device's side of it
             if self.num_holds in self.skip_holds:
@@ -56,16 +56,16 @@ class Simulation:
         return list(self.judge.violations)
 
     def count(self, nbytes: int) -> None:
-        """Device bytes came, or went."""
+        """Add to the device bytes that live now; negative where some are gone."""
         self._live_bytes += nbytes
         self._peak_bytes = max(self._peak_bytes, self._live_bytes)
 
     def raise_violations(self) -> None:
-        """Raise the first thing that went wrong where nothing could be raised."""
+        """Raise the first violation that could not be raised where it happened."""
         if self.judge.violations:
             first, *rest = self.judge.violations
             raise SimulationError(first + (f" (and {len(rest)} more)" if rest else ""))
 
 
 def _nothing() -> None:
-    """Nothing to count: the framework tells."""
+    """Nothing to count: the framework reports every death at once."""

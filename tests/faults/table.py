@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from hyper_parallel.backends.torch.devices import HostBackend
-from hyper_parallel.backends.torch.simulation import SimulatedBackend
 from hyper_parallel.core.activation_checkpoint.far import disk_file
 from hyper_parallel.core.activation_checkpoint.far.disk_workers import Workers
+from hyper_parallel.simulation.backend import SimulatedBackend
 
 from . import inject
 from .bench import Bench, expected_gradients, trial
@@ -163,7 +163,7 @@ def _is_pageable(self: Any, nbytes: int, *, pinned: bool) -> bool:
 
 
 def _goes_out(self: Any, destination: Any, source: Any, stream: Any) -> bool:
-    return destination.untyped_storage()._cdata not in self._device_storages
+    return bool(self.is_host(destination))
 
 
 def _comes_back(self: Any, destination: Any, source: Any, stream: Any) -> bool:

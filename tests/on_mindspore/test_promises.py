@@ -14,6 +14,7 @@ from mindspore import mint, nn, ops
 import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy
 from hyper_parallel.backends.mindspore import AsyncSaveOnCpu
+from hyper_parallel.backends.mindspore.devices import backend_for
 from hyper_parallel.backends.mindspore.graph import is_in_backward
 from hyper_parallel.backends.mindspore.packed import Handle, Kept
 from hyper_parallel.backends.mindspore.saved_tensors import Packer
@@ -128,6 +129,24 @@ def test_a_missing_wait_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(SimulationError, match=r"simulated accelerator: .*(nothing orders|may still be using)"):
         step()
+
+
+def test_far_memory_that_is_written_under_a_copy_back_is_caught() -> None:
+    """Both sides of a copy are judged: the bytes of the host as well as those of the device."""
+    with simulated_accelerator(**SMALL):
+        device = backend_for("CPU", hp.SwapConfig())
+        host, one, two = device.allocate_host(64, pinned=True), device.allocate(32), device.allocate(32)
+        loads, offloads = device.new_stream(), device.new_stream()
+        device.wait_event(loads, device.record_event(device.current_stream()))
+        device.wait_event(offloads, device.record_event(device.current_stream()))
+        device.copy(one, host[:32], loads)
+        device.copy(host[32:], two, offloads)  # the other half
+        with pytest.raises(SimulationError, match=r"copy out on .* writes bytes that copy back on .* reads"):
+            device.copy(host[16:48], two, offloads)
+        device.synchronize_event(device.record_event(loads))
+        device.synchronize_event(device.record_event(offloads))
+        device.wait_event(device.current_stream(), device.record_event(loads))
+        device.wait_event(device.current_stream(), device.record_event(offloads))
 
 
 def test_files_keep_values_of_the_host(tmp_path: Any) -> None:

@@ -131,6 +131,19 @@ def test_copies_and_pickles_are_wrapped_and_independent(wrap: Any) -> None:
         np.testing.assert_array_equal(wrapped(x).asnumpy(), before)
 
 
+class CopiesItself(SmoothBlock):
+    """A cell whose class says how it is copied."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return CopiesItself()
+
+
+def test_a_copy_of_a_wrapped_cell_that_copies_itself_is_wrapped(wrap: Any) -> None:
+    twin = copy.deepcopy(wrap(CopiesItself()))
+    assert isinstance(twin, ActivationWrapper)
+    assert type(twin.unwrap_cell) is CopiesItself
+
+
 def test_attributes_are_read_and_written_in_the_wrapped_cell(wrap: Any) -> None:
     block = Block()
     wrapped = wrap(block)

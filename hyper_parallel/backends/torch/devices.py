@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import time
 import weakref
 from typing import Any, Final
 
@@ -12,36 +11,37 @@ import torch
 
 from hyper_parallel.backends.torch.storages import unseen
 from hyper_parallel.config import SwapConfig
-from hyper_parallel.core.activation_checkpoint.adapter import DeviceBackend, Event, FlatBytes, Stream
+from hyper_parallel.core.activation_checkpoint.adapter import DeviceBackend, FlatBytes, Stream
+from hyper_parallel.core.activation_checkpoint.devices import HostDevice, StreamDevice, find_backend, host_refused
 from hyper_parallel.core.activation_checkpoint.far.disk_file import aligned_memory
-from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import CaptureError
 
-__all__ = ["AcceleratorBackend", "HostBackend", "backend_for", "profiler_range", "refuse_capture"]
-
+__all__ = ["AcceleratorBackend", "HostBackend", "backend_for", "host_view", "profiler_range", "refuse_capture"]
 
 _TRIM_EVERY_BYTES: Final = 32 * 2**20
 _MAP_FROM_BYTES: Final = 2**20
 _TENSOR_RESIDUE_BYTES: Final = 64  # where torch's own tensors begin in a page, if the C allocator mapped them
 
 
-class AcceleratorBackend:
+def host_view(flat: FlatBytes) -> memoryview:
+    """The bytes of a tensor in host memory, writable and without a copy."""
+    return memoryview(flat.numpy())
+
+
+class AcceleratorBackend(StreamDevice):
     """One accelerator of any vendor that torch names a device module for (``torch.cuda``, ``torch.npu``, ``torch.xpu``)."""
 
-    is_host_memory = False
+    unseen = staticmethod(unseen)
+    host_view = staticmethod(host_view)
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.name = str(device)
         self._module: Any = torch.get_device_module(device)  # torch.cuda | torch.npu | torch.xpu
-        self._streams: dict[Any, Stream] = {}  # by what the driver's question answers; streams of a process are few
-
-    def unseen(self) -> contextlib.AbstractContextManager[None]:
-        """See the protocol."""
-        return unseen()
+        self._streams: dict[Any, Stream] = {}  # by the driver's own number of the stream; a process has few streams
+        super().__init__(str(device), self._module.Event)
 
     def current_stream(self) -> Stream:
-        """See the protocol. Torch builds a new object for each answer, at twenty times the cost of the bare question."""
+        """The same object for the same stream: torch builds a new one per call, at twenty times the cost of the number."""
         if self.device.type != "cuda":
             return self._module.current_stream(self.device)
         key = torch._C._cuda_getCurrentStream(self.device.index)
@@ -51,49 +51,27 @@ class AcceleratorBackend:
         return stream
 
     def new_stream(self) -> Stream:
-        """See the protocol."""
+        """A stream of this device."""
         return self._module.Stream(device=self.device)
 
-    def record_event(self, stream: Stream, *, timing: bool = False) -> Event:
-        """See the protocol."""
-        event = self._module.Event(enable_timing=timing)
-        event.record(stream)
-        return event
-
-    def wait_event(self, stream: Stream, event: Event) -> None:
-        """See the protocol."""
-        stream.wait_event(event)
-
-    def event_is_done(self, event: Event) -> bool:
-        """See the protocol."""
-        return bool(event.query())
-
-    def synchronize_event(self, event: Event) -> None:
-        """See the protocol."""
-        event.synchronize()
-
-    def elapsed_us(self, start: Event, end: Event) -> float:
-        """See the protocol."""
-        return float(start.elapsed_time(end)) * 1e3
-
     def allocate(self, nbytes: int) -> FlatBytes:
-        """See the protocol."""
+        """Bytes of torch's caching allocator."""
         with torch._C._DisableTorchDispatch():
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def held_bytes(self) -> int | None:
-        """See the protocol. The public question builds a table of every statistic, at ten times the cost."""
+        """What the caching allocator has given out. torch's public function builds a table first, at ten times the cost."""
         if self.device.type == "cuda":
             statistics = torch._C._cuda_memoryStats(self.device.index)
             return int(statistics["allocated_bytes"]["all"]["current"])
         return int(self._module.memory_allocated(self.device))
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """See the protocol."""
+        """Whether it is torch's own class for a full device."""
         return isinstance(error, torch.OutOfMemoryError)
 
     def allocate_host(self, nbytes: int, *, pinned: bool) -> FlatBytes:
-        """See the protocol. Page-locks a block of exactly this size: torch's own pinned cache rounds to powers of two."""
+        """Page-locks a block of exactly this size: torch's own pinned cache rounds to powers of two."""
         with torch._C._DisableTorchDispatch():
             try:
                 if not pinned:
@@ -102,15 +80,10 @@ class AcceleratorBackend:
                     return _page_locked(nbytes)
                 return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             except (RuntimeError, torch.OutOfMemoryError) as error:
-                raise MemoryError(
-                    f"{self.name}: the host refused {nbytes} bytes of {'pinned ' * pinned}memory"
-                ) from error
-
-    def dropped(self, nbytes: int) -> None:
-        """See the protocol; the caching allocator reuses what it gets back."""
+                raise host_refused(self.name, nbytes, pinned=pinned) from error
 
     def copy(self, destination: FlatBytes, source: FlatBytes, stream: Stream) -> None:
-        """See the protocol. The record that moves its bytes has made itself unseen."""
+        """Queue the copy on ``stream``. The record that moves its bytes has entered ``unseen()``."""
         with profiler_range(goes_out=destination.device.type == "cpu"), self._on(stream):
             destination.copy_(source, non_blocking=True)
 
@@ -119,10 +92,6 @@ class AcceleratorBackend:
             return _CurrentStream(self, stream)
         switched: contextlib.AbstractContextManager[Any] = self._module.stream(stream)
         return switched
-
-    def host_view(self, flat: FlatBytes) -> memoryview:
-        """See the protocol."""
-        return memoryview(flat.numpy())
 
 
 class _CurrentStream:
@@ -159,55 +128,25 @@ def _page_locked(nbytes: int) -> torch.Tensor:
     return block
 
 
-class HostBackend:
-    """Host memory as the device: compute is synchronous, so order is program order and only files are asynchronous."""
+class HostBackend(HostDevice):
+    """Host memory as the device."""
 
-    is_host_memory = True
-    name = "cpu"
+    unseen = staticmethod(unseen)
+    host_view = staticmethod(host_view)
 
     def __init__(self) -> None:
         self._dropped_bytes = 0
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
 
     def dropped(self, nbytes: int) -> None:
-        """See the protocol. The C allocator keeps what it was given back; what swapping frees must leave the process."""
+        """The C allocator keeps what it was given back; what swapping frees must leave the process."""
         self._dropped_bytes += nbytes
         if self._trim is not None and self._dropped_bytes >= _TRIM_EVERY_BYTES:
             self._dropped_bytes = 0
             self._trim(0)
 
-    def unseen(self) -> contextlib.AbstractContextManager[None]:
-        """See the protocol."""
-        return unseen()
-
-    def current_stream(self) -> Stream:
-        """See the protocol."""
-        return None
-
-    def new_stream(self) -> Stream:
-        """See the protocol."""
-        return None
-
-    def record_event(self, stream: Stream, *, timing: bool = False) -> Event:
-        """See the protocol."""
-        return time.perf_counter_ns()
-
-    def wait_event(self, stream: Stream, event: Event) -> None:
-        """See the protocol."""
-
-    def event_is_done(self, event: Event) -> bool:
-        """See the protocol."""
-        return True
-
-    def synchronize_event(self, event: Event) -> None:
-        """See the protocol."""
-
-    def elapsed_us(self, start: Event, end: Event) -> float:
-        """See the protocol."""
-        return float(end - start) / 1e3
-
     def allocate(self, nbytes: int) -> FlatBytes:
-        """See the protocol."""
+        """Bytes that begin where torch's own tensors do in a page."""
         return self.allocate_at(nbytes, residue_bytes=_TENSOR_RESIDUE_BYTES)
 
     def allocate_at(self, nbytes: int, *, residue_bytes: int) -> FlatBytes:
@@ -217,26 +156,18 @@ class HostBackend:
                 return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             return torch.frombuffer(aligned_memory(nbytes, residue_bytes=residue_bytes), dtype=torch.uint8)
 
-    def held_bytes(self) -> int | None:
-        """See the protocol; the process's resident bytes are no tensor's, and dear to ask for."""
-        return None
-
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """See the protocol."""
+        """Whether Python or torch says that the host has no memory; torch has no class for it."""
         return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
     def allocate_host(self, nbytes: int, *, pinned: bool) -> FlatBytes:
-        """See the protocol."""
+        """The same memory; none of it is page-locked."""
         return self.allocate(nbytes)
 
     def copy(self, destination: FlatBytes, source: FlatBytes, stream: Stream) -> None:
-        """See the protocol."""
+        """Copy at once."""
         with torch._C._DisableTorchDispatch(), torch.no_grad():
             destination.copy_(source)
-
-    def host_view(self, flat: FlatBytes) -> memoryview:
-        """See the protocol."""
-        return memoryview(flat.numpy())
 
 
 _NO_RANGE: Final = contextlib.nullcontext()
@@ -251,21 +182,21 @@ def profiler_range(*, goes_out: bool) -> contextlib.AbstractContextManager[Any]:
 
 def backend_for(device: torch.device, config: SwapConfig) -> DeviceBackend | None:
     """The device's backend; None where its tensors are already in host memory and no file was named for them."""
-    manager = SwapManager()
-    simulated = manager.backends.get(("torch simulated", device.type))
-    if simulated is not None:
-        return simulated
-    if device.type in ("meta", "cpu") and not (device.type == "cpu" and "disk" in config.tiers):
-        return None
+    return find_backend(
+        "torch", device.type, config, host_kind="cpu", name=lambda: _name_with_index(device), make=_make_backend
+    )
+
+
+def _name_with_index(device: torch.device) -> str:
     index: int | None = device.index
     if device.type != "cpu" and index is None:
         device = torch.device(device.type, torch.get_device_module(device).current_device())
-    key = ("torch", str(device))
-    backend: DeviceBackend | None = manager.backends.get(key)
-    if backend is None:
-        backend = HostBackend() if device.type == "cpu" else AcceleratorBackend(device)
-        backend = manager.backends.setdefault(key, backend)
-    return backend
+    return str(device)
+
+
+def _make_backend(name: str) -> DeviceBackend:
+    device = torch.device(name)
+    return HostBackend() if device.type == "cpu" else AcceleratorBackend(device)
 
 
 def refuse_capture(where: str) -> None:

@@ -49,7 +49,7 @@ class DeviceBackend(Protocol):
     """One device, as the engine sees it."""
 
     name: str
-    """Names the device in reports and errors: ``cuda:0``, ``npu:1``, ``simulated``, ``cpu``."""
+    """Names the device in reports and errors: ``cuda:0``, ``npu:1``, ``torch simulated``, ``cpu``."""
     is_host_memory: bool
     """Whether the device's bytes are plain host memory that a file can be written from in place."""
 

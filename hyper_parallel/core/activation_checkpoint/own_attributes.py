@@ -32,11 +32,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from hyper_parallel.errors import ActivationError
 
-__all__ = ["Joined", "JoinedSet", "OwnAttributes"]
+__all__ = ["Joined", "JoinedSet", "OwnAttributes", "joined"]
 
 
-class _Birth(abc.ABCMeta):
-    """Notes on every wrapper when it is made (rule 1)."""
+class _MarksMade(abc.ABCMeta):
+    """Marks every wrapper as made when its outermost ``__init__`` has returned (rule 1)."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         made = super().__call__(*args, **kwargs)
@@ -45,18 +45,24 @@ class _Birth(abc.ABCMeta):
         return made
 
 
-class OwnAttributes(metaclass=_Birth):
-    """The rule above, for a wrapper class of either framework."""
+class OwnAttributes(metaclass=_MarksMade):
+    """The rule above, for a wrapper class of either framework.
+
+    A framework's ``ActivationWrapper`` is declared with ``is_base=True``: what it and its bases name is not a subclass's.
+    """
 
     _is_plain: ClassVar[bool] = False  # a class of ours, whose instances own nothing but their settings
+    _base_classes: ClassVar[frozenset[type]] = frozenset()
     _named: ClassVar[frozenset[str]] = frozenset()
     _is_made: bool = False
 
-    def __init_subclass__(cls, *, is_plain: bool = False, **kwargs: Any) -> None:
+    def __init_subclass__(cls, *, is_base: bool = False, is_plain: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls._is_plain = is_plain
-        ours = {base for kind in cls.__mro__ if OwnAttributes in kind.__bases__ for base in kind.__mro__}
-        cls._named = frozenset(name for kind in cls.__mro__ if kind not in ours for name in _names_in(kind))
+        if is_base:
+            cls._base_classes = frozenset(cls.__mro__)
+        own = (kind for kind in cls.__mro__ if kind not in cls._base_classes)
+        cls._named = frozenset(name for kind in own for name in _names_in(kind))
 
     def _owns(self, name: str) -> bool:
         """Whether an assignment to ``name`` is to the wrapper."""
@@ -126,11 +132,18 @@ else:
         """A dict whose every method goes through the five that a mapping must have."""
 
 
+def joined(theirs: Any, own: Any, *, new_is_own: bool) -> Joined | JoinedSet:
+    """A dict or a set of a module and the same one of the wrapper's own, read as one."""
+    if isinstance(theirs, set):
+        return JoinedSet(theirs, own)
+    return Joined(theirs, own, new_is_own=new_is_own)
+
+
 class Joined(_Mapping):
     """Two dicts of a module read as one: the wrapped module's, then the wrapper's own.
 
-    Both may change at any time, so each read looks at both. It is a ``dict`` for those who ask, and what it holds as one is
-    brought up to date at each read.
+    Both may change at any time, so each read looks at both. It is an instance of ``dict``, and its contents as a dict are
+    brought up to date at each read. A new key is the wrapped module's, or the wrapper's own with ``new_is_own``.
     """
 
     def __init__(self, theirs: MutableMapping[Any, Any], own: MutableMapping[Any, Any], *, new_is_own: bool) -> None:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy, SwapConfig
 from hyper_parallel.backends.torch import ActivationPolicy, create_selective_checkpoint_contexts
-from hyper_parallel.backends.torch.simulation import SimulatedBackend
+from hyper_parallel.simulation.backend import SimulatedBackend
 from hyper_parallel.testing import simulated_accelerator
 
 from .helpers import count_of, same_gradients, step_gradients

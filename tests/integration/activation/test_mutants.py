@@ -14,8 +14,8 @@ from _pytest.outcomes import Failed
 
 import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy
-from hyper_parallel.backends.torch.simulation import SimulatedBackend
 from hyper_parallel.errors import ActivationError
+from hyper_parallel.simulation.backend import SimulatedBackend
 from hyper_parallel.simulation.simulation import Simulation
 from hyper_parallel.simulation.streams import SimulatedEvent, SimulatedStream
 from hyper_parallel.testing import SimulationError, simulated_accelerator

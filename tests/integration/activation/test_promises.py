@@ -351,6 +351,13 @@ def test_attributes_indexing_and_iteration_are_the_modules_own() -> None:
     assert linear.wrapped_module.weight is linear.weight
 
 
+def test_a_layer_of_a_wrapped_list_is_deleted() -> None:
+    layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.ReLU()])
+    ours = hp.checkpoint_wrapper(hp.swap_wrapper(layers))
+    del ours[0]
+    assert [type(layer) for layer in layers] == [type(layer) for layer in ours] == [nn.ReLU]
+
+
 def test_moving_casting_and_modes_reach_the_module() -> None:
     ours = _wrapped(_Model())
     assert ours.to(torch.float64) is ours

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 import torch
 
-from hyper_parallel.backends.torch.simulation import SimulatedBackend
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import PlanError
+from hyper_parallel.simulation.backend import SimulatedBackend
 from hyper_parallel.simulation.simulation import Simulation
 
 __all__ = ["AcceleratorMeter", "Meter", "SimulatedMeter", "meter_for"]

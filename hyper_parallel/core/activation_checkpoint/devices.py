@@ -1,0 +1,134 @@
+"""What the devices of both frameworks do in the same way: streams and events, host memory as a device, and the look-up.
+
+A framework's ``devices.py`` adds to each class below what only the framework can do: take memory, copy, and say what is held.
+See :class:`~hyper_parallel.core.activation_checkpoint.adapter.DeviceBackend` for what each method promises.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from hyper_parallel.config import SwapConfig
+from hyper_parallel.core.activation_checkpoint.adapter import DeviceBackend, Event, Stream
+from hyper_parallel.core.activation_checkpoint.swap import SwapManager
+
+__all__ = ["HostDevice", "StreamDevice", "find_backend", "host_refused", "simulated_key"]
+
+
+class StreamDevice:
+    """An accelerator with real streams and events. Those of torch and of MindSpore have the same methods."""
+
+    is_host_memory = False
+
+    def __init__(self, name: str, new_event: Callable[..., Event]) -> None:
+        self.name = name
+        self._new_event = new_event  # the framework's class of events
+
+    def record_event(self, stream: Stream, *, timing: bool = False) -> Event:
+        """An event of the framework's, recorded on ``stream``."""
+        event = self._new_event(enable_timing=timing)
+        event.record(stream)
+        return event
+
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        """Order what is queued on ``stream`` from now on after ``event``; the host does not wait."""
+        stream.wait_event(event)
+
+    def event_is_done(self, event: Event) -> bool:
+        """Whether the event happened; never waits."""
+        return bool(event.query())
+
+    def synchronize_event(self, event: Event) -> None:
+        """Wait on the host for the event."""
+        event.synchronize()
+
+    def elapsed_us(self, start: Event, end: Event) -> float:
+        """Device time between two timing events."""
+        return float(start.elapsed_time(end)) * 1e3
+
+    def dropped(self, nbytes: int) -> None:
+        """Nothing to do: the framework's pool of device memory reuses what it gets back."""
+
+
+class HostDevice:
+    """Host memory as the device: ops run in program order, so nothing needs an event and only files are asynchronous."""
+
+    is_host_memory = True
+    name = "cpu"
+
+    def current_stream(self) -> Stream:
+        """There is none."""
+        return None
+
+    def new_stream(self) -> Stream:
+        """There is none."""
+        return None
+
+    def record_event(self, stream: Stream, *, timing: bool = False) -> Event:
+        """The time now, in nanoseconds."""
+        return time.perf_counter_ns()
+
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        """Nothing to do: the event happened when it was recorded."""
+
+    def event_is_done(self, event: Event) -> bool:
+        """True: the event happened when it was recorded."""
+        return True
+
+    def synchronize_event(self, event: Event) -> None:
+        """Nothing to do: the event happened when it was recorded."""
+
+    def elapsed_us(self, start: Event, end: Event) -> float:
+        """Host time between two events."""
+        return float(end - start) / 1e3
+
+    def held_bytes(self) -> int | None:
+        """None: the process's resident bytes are not those of its tensors, and asking for them is slow."""
+        return None
+
+
+def host_refused(name: str, nbytes: int, *, pinned: bool) -> MemoryError:
+    """What ``allocate_host`` raises when the host has no such memory."""
+    return MemoryError(f"{name}: the host refused {nbytes} bytes of {'pinned ' * pinned}memory")
+
+
+def simulated_key(framework: str, kind: str) -> tuple[str, str]:
+    """Under this key of ``SwapManager.backends`` a simulation takes the place of a framework's devices of one kind."""
+    return f"{framework} simulated", kind
+
+
+def find_backend(
+    framework: str,
+    kind: str,
+    config: SwapConfig,
+    *,
+    host_kind: str,
+    name: Callable[[], str],
+    make: Callable[[str], DeviceBackend],
+) -> DeviceBackend | None:
+    """The backend of a device, made at its first use and kept by the manager.
+
+    Args:
+        framework: ``torch`` or ``mindspore``.
+        kind: what the framework calls the kind of device: ``cuda``, ``Ascend``, ``cpu``.
+        config: the settings; they say whether values in host memory go to a file.
+        host_kind: the kind whose tensors are in host memory.
+        name: gives the name of the one device, with its index.
+        make: makes the backend of the device with that name.
+
+    Returns:
+        None where the device's tensors are in host memory already and the settings name no file for them.
+    """
+    backends = SwapManager().backends
+    simulated = backends.get(simulated_key(framework, kind))
+    if simulated is not None:
+        return simulated
+    if kind == "meta" or (kind == host_kind and "disk" not in config.tiers):
+        return None
+    device_name = name()
+    key = (framework, device_name)
+    backend = backends.get(key)
+    if backend is None:
+        backend = backends.setdefault(key, make(device_name))
+    return backend
