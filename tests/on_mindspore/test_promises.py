@@ -15,8 +15,8 @@ import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy
 from hyper_parallel.backends.mindspore import AsyncSaveOnCpu
 from hyper_parallel.backends.mindspore.graph import is_in_backward
-from hyper_parallel.backends.mindspore.packed import Handle, Kept
-from hyper_parallel.backends.mindspore.saved_tensors import Packer
+from hyper_parallel.backends.mindspore.saved_tensors import MindSporePacker
+from hyper_parallel.core.activation_checkpoint.packed import KeptValue, SwappedValue
 from hyper_parallel.core.activation_checkpoint.swap import Storage, SwapTensor
 from hyper_parallel.errors import (
     ActivationError,
@@ -96,13 +96,13 @@ def test_weights_and_their_views_stay() -> None:
     with simulated_accelerator(window_bytes=10**6):
         found = mindspore.grad(lambda x: hp.swap(linear, x).sum())(batch())
         assert hp.stats().kept_count == {"parameter": 1}
-        packer = Packer(parameters=linear.get_parameters())
+        packer = MindSporePacker(parameters=linear.get_parameters())
         with mindspore._no_grad():
             view = linear.weight.view(64)
         assert view.param_info is None
-        assert isinstance(packer.pack(view), Kept)
+        assert isinstance(packer.pack(view), KeptValue)
         assert hp.stats().kept_count == {"parameter": 2}
-        assert isinstance(Packer().pack(mint.exp(batch())), Handle)
+        assert isinstance(MindSporePacker().pack(mint.exp(batch())), SwappedValue)
     same(found, mindspore.grad(lambda x: linear(x).sum())(batch()))
 
 

@@ -16,9 +16,9 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Container, Iterator, MutableMapping, MutableSet
-from typing import Any, ClassVar, Final, cast
+from typing import Any, ClassVar, Final
 
-from hyper_parallel.config import SwapConfig
+from hyper_parallel.config import SwapConfig, current_config
 from hyper_parallel.core.activation_checkpoint.adapter import (
     DeviceBackend,
     Stream,
@@ -55,6 +55,16 @@ STATE_HOST: Final = Residency.HOST.value
 STATE_H2D: Final = Residency.H2D.value
 STATE_NON_TENSOR: Final = "non_tensor"
 
+
+def _engine_of(tensors: TensorAdapter, tensor: Tensor) -> Engine | None:
+    """The schedule of a tensor's device under the current settings; None where it cannot be moved."""
+    if not tensors.is_copied_by_bytes(tensor):
+        return None
+    config = current_config()
+    backend = tensors.backend_for(tensors.device_key(tensor), config)
+    return None if backend is None else SwapManager().engine(backend, config)
+
+
 SeenKeys = MutableSet[object] | MutableMapping[object, "SwapTensor"]
 
 
@@ -72,19 +82,19 @@ class SwapTensor:
         self.val: Any = val
         self._does_not_move = False
         self._shares_with: SwapTensor | None = None
-        self._border: TensorAdapter | None = None
+        self._tensors: TensorAdapter | None = None
         self._record: Record | None = None
         self._state: str = STATE_NON_TENSOR
         self.ver = 0
         self.storage_size = 0
         self.is_slice_tensor = False
         tensors = tensor_adapter()
-        engine = tensors.engine_of(val) if tensors.is_plain_tensor(val) else None
+        engine = _engine_of(tensors, val) if tensors.is_plain_tensor(val) else None
         if engine is None:
             return
-        self._border = tensors
+        self._tensors = tensors
         self._state = STATE_DEVICE
-        self.ver = tensors.version_of(val)
+        self.ver = val._version
         self.storage_size = tensors.storage_bytes(val)
         self.is_slice_tensor = tensors.is_slice(val)
         self._view = tensors.view_of(val)
@@ -125,9 +135,9 @@ class SwapTensor:
 
     def dedup_key(self) -> object | None:
         """What two swap tensors over the same bytes have in common; None for what never moves."""
-        if self._border is None or self.val is None:
+        if self._tensors is None or self.val is None:
             return None
-        return self._border.storage_key(self.val)
+        return self._tensors.storage_key(self.val)
 
     def mark_duplicate_swap(self, primary: SwapTensor | None = None) -> None:
         """These bytes move with another swap tensor; this one stays, or follows ``primary`` when it is given."""
@@ -139,10 +149,10 @@ class SwapTensor:
 
     def protect_if_aliases(self, outputs: Any) -> None:
         """Stay on the device if any tensor in ``outputs`` shares these bytes."""
-        if self._is_idle() or self._border is None or self.val is None:
+        if self._is_idle() or self._tensors is None or self.val is None:
             return
-        key = self._border.storage_key(self.val)
-        if any(self._border.storage_key(output) == key for output in self._border.plain_tensors(outputs)):
+        key = self._tensors.storage_key(self.val)
+        if any(self._tensors.storage_key(output) == key for output in self._tensors.plain_tensors(outputs)):
             self._does_not_move = True
 
     def async_offload(self, copy_stream: Stream | None = None) -> None:
@@ -152,12 +162,12 @@ class SwapTensor:
         if self._state != STATE_DEVICE:
             self._warn("async_offload", STATE_DEVICE)
             return
-        assert self._border is not None, "a tensor that moves has a border"
+        assert self._tensors is not None, "a tensor that moves has an adapter"
         assert self._record is not None, "a tensor that moves has a record"
-        if self._border.version_of(self.val) != self.ver or self._border.storage_bytes(self.val) != self.storage_size:
+        if self.val._version != self.ver or self._tensors.storage_bytes(self.val) != self.storage_size:
             raise InPlaceChangeError(
                 f"SwapTensor {self.funcname!r}: cannot be offloaded, because it was changed in place or resized since it was "
-                f"recorded (version {self.ver} then, {self._border.version_of(self.val)} now). Record it after the "
+                f"recorded (version {self.ver} then, {self.val._version} now). Record it after the "
                 "change, or clone it."
             )
         self._record.engine.launch_offload(self._record, stream=copy_stream)
@@ -207,7 +217,7 @@ class SwapTensor:
         assert self._record is not None
         self._record.engine.finish_load(self._record)
         self.val = self._view.over(self._record.device_bytes)
-        self.ver = cast(TensorAdapter, self._border).version_of(self.val)
+        self.ver = self.val._version
         self._state = STATE_DEVICE
 
     def get_val(self) -> Any:
@@ -480,15 +490,15 @@ class SwapManager:
         """The schedule of one device under one set of settings."""
         return self._engines.of(backend, config)
 
-    def expect(self, task: BackwardTask, engines: Container[Engine]) -> None:
+    def start_prefetch(self, task: BackwardTask, engines: Container[Engine]) -> None:
         """A replay begins, and ``engines`` hold values of it."""
         for engine in self._engines.values():
-            engine.expect(task, is_near=engine in engines)
+            engine.start_prefetch(task, is_near=engine in engines)
 
-    def relieve(self) -> None:
-        """Something large was saved beside the schedules: let each see whether its copies must make room."""
+    def trim_windows(self) -> None:
+        """Values were saved on the device by others than the schedules: every engine checks its window again."""
         for engine in self._engines.values():
-            engine.relieve()
+            engine.trim_window()
 
     def forget_backend(self, backend: DeviceBackend) -> None:
         """Drop the engines of a device that is going away; records still out keep theirs."""
@@ -597,8 +607,8 @@ class SwapManager:
         stack = self._group_stack.get()
         return self._groups.get(stack[-1]) if stack else None
 
-    def adopt(self, record: Record) -> None:
-        """A later layer saves the same bytes again: they are that layer's now, and leave with it."""
+    def move_record_to_current_group(self, record: Record) -> None:
+        """A later layer saves the same bytes again: the record joins that layer's group, and leaves with it."""
         group = self.current_group()
         if group is None or record.group is group or group.is_last_group:
             return
