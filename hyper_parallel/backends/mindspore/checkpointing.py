@@ -14,11 +14,9 @@ from hyper_parallel.backends.mindspore.region_state import RegionState
 from hyper_parallel.backends.mindspore.saved_tensors import AsyncSaveOnCpu
 from hyper_parallel.backends.mindspore.selective import create_selective_checkpoint_contexts
 from hyper_parallel.backends.mindspore.tensor_adapter import TENSORS
-from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.calls import Calls, CheckpointCall, ContextPair, noop_context_fn
 from hyper_parallel.core.activation_checkpoint.contexts import Replay
-from hyper_parallel.core.activation_checkpoint.policy import ByOpName, TensorPolicy
-from hyper_parallel.core.activation_checkpoint.record import Position
+from hyper_parallel.core.activation_checkpoint.policy import ByOpName
 from hyper_parallel.platform.mindspore import compat
 from hyper_parallel.platform.mindspore.device import on_cpu
 
@@ -88,25 +86,14 @@ class MindSporeCalls(Calls):
     CPU, and ``early_stop``, which is taken and not used (see :func:`framework_checkpoint`)."""
 
     tensors = TENSORS
+    hooks = AsyncSaveOnCpu
     module_word = "cell"
     framework_keywords = _FRAMEWORK_KEYWORDS
 
-    def hooks(
-        self,
-        policy_fn: TensorPolicy | None = None,
-        *,
-        swap_config: SwapConfig | None,
-        where: str,
-        position: Position | None = None,
-        function: Any = None,
-    ) -> contextlib.AbstractContextManager[Any]:
-        """See the base class. The parameters of a cell are told, because a view of one does not say so."""
+    def packer_options(self, function: Any) -> dict[str, Any]:
+        """See the base class. A view of a parameter does not say that it is one."""
         owner = getattr(function, "__self__", function)
-        parameters = owner.get_parameters() if isinstance(owner, mindspore.nn.Cell) else ()
-        hooks: contextlib.AbstractContextManager[Any] = AsyncSaveOnCpu(
-            policy_fn, swap_config=swap_config, where=where, position=position, parameters=parameters
-        )
-        return hooks
+        return {"parameters": owner.get_parameters()} if isinstance(owner, mindspore.nn.Cell) else {}
 
     def take_random_state_option(self, options: dict[str, Any]) -> bool:
         """See the base class."""

@@ -14,11 +14,9 @@ import mindspore
 from hyper_parallel.backends.mindspore.graph import note_second_order, refuse_second_order
 from hyper_parallel.backends.mindspore.storages import storage_key
 from hyper_parallel.backends.mindspore.tensor_adapter import TENSORS
-from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.packed import Packed
-from hyper_parallel.core.activation_checkpoint.packer import Packer
+from hyper_parallel.core.activation_checkpoint.packer import Packer, SwapHooks
 from hyper_parallel.core.activation_checkpoint.policy import TensorPolicy
-from hyper_parallel.core.activation_checkpoint.record import Position
 
 __all__ = ["AsyncSaveOnCpu", "MindSporePacker", "TensorPolicy", "base_check_fn", "unpack"]
 
@@ -43,16 +41,12 @@ class MindSporePacker(Packer):
     Parameters outlive the call that packs.
     """
 
+    tensors = TENSORS
+
     def __init__(
-        self,
-        policy_fn: TensorPolicy | None = None,
-        *,
-        config: SwapConfig | None = None,
-        where: str = "swap",
-        position: Position | None = None,
-        parameters: Iterable[Any] = (),
+        self, policy_fn: TensorPolicy | None = None, *, parameters: Iterable[Any] = (), **settings: Any
     ) -> None:
-        super().__init__(TENSORS, policy_fn, config=config, where=where, position=position)
+        super().__init__(policy_fn, **settings)
         self._parameter_keys = {storage_key(parameter) for parameter in parameters}
 
     def pack(self, tensor: Any) -> Packed:
@@ -65,23 +59,8 @@ class MindSporePacker(Packer):
         return storage_key(tensor) in self._parameter_keys
 
 
-class AsyncSaveOnCpu(mindspore.saved_tensors_hooks):  # type: ignore[misc]
+class AsyncSaveOnCpu(SwapHooks, mindspore.saved_tensors_hooks):  # type: ignore[misc]
     """``with AsyncSaveOnCpu():`` what autograd saves inside leaves the device, asynchronously, and comes back in time."""
 
-    def __init__(
-        self,
-        policy_fn: TensorPolicy | None = None,
-        *,
-        swap_config: SwapConfig | None = None,
-        where: str = "AsyncSaveOnCpu",
-        position: Position | None = None,
-        parameters: Iterable[Any] = (),
-    ) -> None:
-        self._packer = MindSporePacker(
-            policy_fn, config=swap_config, where=where, position=position, parameters=parameters
-        )
-        super().__init__(self._packer.pack, unpack)
-
-    def __exit__(self, *exc: object) -> None:
-        super().__exit__(*exc)
-        self._packer.flush()
+    packer_class = MindSporePacker
+    unpack = staticmethod(unpack)

@@ -36,7 +36,6 @@ from hyper_parallel.core.activation_checkpoint.contexts import Replay
 from hyper_parallel.core.activation_checkpoint.policy import as_op_policy
 from hyper_parallel.core.activation_checkpoint.record import Position
 from hyper_parallel.core.activation_checkpoint.region import (
-    AHEAD,
     REPLAYED,
     Region,
     RegionForward,
@@ -191,8 +190,9 @@ class ReplayMode(RegionReplay, mindspore.MsDispatchMode):  # type: ignore[misc]
         if self._changed:
             self._refuse_changed(func, args)
         run = self._here.runs[-1]
-        entry = self._next_entry(run, func.name, func, args)
-        if entry is AHEAD:
+        entry = next(run.cursors.get(func.name, iter(())), None)
+        if entry is None:
+            self._entry_past_the_end(func.name, func, args)
             return self._run_ahead(func, facts, args)
         if isinstance(entry, Replayed):
             output = func(*args)

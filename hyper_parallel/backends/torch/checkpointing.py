@@ -21,11 +21,8 @@ from hyper_parallel.backends.torch.saved_tensors import AsyncSaveOnCpu, unpack
 from hyper_parallel.backends.torch.selective import create_selective_checkpoint_contexts
 from hyper_parallel.backends.torch.tensor_adapter import TENSORS
 from hyper_parallel.backends.torch.transformers_cache import with_own_cache
-from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.calls import Calls, CheckpointCall, ContextPair, noop_context_fn
 from hyper_parallel.core.activation_checkpoint.contexts import Nested
-from hyper_parallel.core.activation_checkpoint.policy import TensorPolicy
-from hyper_parallel.core.activation_checkpoint.record import Position
 from hyper_parallel.platform.eager import EAGER_REASON
 from hyper_parallel.platform.torch import compat
 
@@ -43,23 +40,12 @@ class TorchCalls(Calls):
     """See :class:`Calls`. Torch's exceptions: a cache of transformers, ``debug``, ``respect_saved_tensors_hooks``."""
 
     tensors = TENSORS
+    hooks = AsyncSaveOnCpu
     module_word = "module"
     framework_keywords = frozenset(
         {"use_reentrant", "preserve_rng_state", "determinism_check", "debug"}
         | ({compat.RESPECT_HOOKS} if compat.TAKES_RESPECT_HOOKS else set())
     )
-
-    def hooks(
-        self,
-        policy_fn: TensorPolicy | None = None,
-        *,
-        swap_config: SwapConfig | None,
-        where: str,
-        position: Position | None = None,
-        function: Any = None,
-    ) -> contextlib.AbstractContextManager[Any]:
-        """See the base class."""
-        return AsyncSaveOnCpu(policy_fn, swap_config=swap_config, where=where, position=position)
 
     def take_random_state_option(self, options: dict[str, Any]) -> bool:
         """See the base class. The option stays: torch's checkpoint keeps the states of the devices of the inputs."""

@@ -13,11 +13,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hyper_parallel.backends.torch.storages import alias, is_below_counter
 from hyper_parallel.backends.torch.tensor_adapter import TENSORS
-from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.packed import KeptValue, Packed
-from hyper_parallel.core.activation_checkpoint.packer import Packer
+from hyper_parallel.core.activation_checkpoint.packer import Packer, SwapHooks
 from hyper_parallel.core.activation_checkpoint.policy import TensorPolicy
-from hyper_parallel.core.activation_checkpoint.record import Position
 from hyper_parallel.core.activation_checkpoint.statistics import KeepReason
 
 __all__ = ["AsyncSaveOnCpu", "TensorPolicy", "TorchPacker", "base_check_fn", "unpack"]
@@ -47,17 +45,9 @@ def unpack(packed: Packed) -> torch.Tensor:
 class TorchPacker(Packer):
     """A packer that keeps small tensors, where no policy wants to be asked, before anything else is looked at."""
 
-    def __init__(
-        self,
-        policy_fn: TensorPolicy | None = None,
-        *,
-        config: SwapConfig | None = None,
-        where: str = "swap",
-        position: Position | None = None,
-    ) -> None:
-        super().__init__(TENSORS, policy_fn, config=config, where=where, position=position)
-        self._small_bytes = 0
-        self._small_count = 0
+    tensors = TENSORS
+    _small_bytes = 0
+    _small_count = 0
 
     def flush(self) -> None:
         """See the base class."""
@@ -81,20 +71,8 @@ class TorchPacker(Packer):
         return self._pack_plain(tensor, nbytes)
 
 
-class AsyncSaveOnCpu(saved_tensors_hooks):
+class AsyncSaveOnCpu(SwapHooks, saved_tensors_hooks):
     """``with AsyncSaveOnCpu():`` what autograd saves inside leaves the device, asynchronously, and comes back in time."""
 
-    def __init__(
-        self,
-        policy_fn: TensorPolicy | None = None,
-        *,
-        swap_config: SwapConfig | None = None,
-        where: str = "AsyncSaveOnCpu",
-        position: Position | None = None,
-    ) -> None:
-        self._packer = TorchPacker(policy_fn, config=swap_config, where=where, position=position)
-        super().__init__(self._packer.pack, unpack)
-
-    def __exit__(self, *exc: object) -> None:
-        super().__exit__(*exc)
-        self._packer.flush()
+    packer_class = TorchPacker
+    unpack = staticmethod(unpack)

@@ -166,9 +166,12 @@ class ReplayMode(RegionReplay, _RegionMode):
         if not runs or runs[-1].task != _current_task():  # rule 6
             return facts.run(*args, **kwargs)
         run = runs[-1]
-        entry = self._next_entry(run, key, op, args)
+        cursor = run.cursors.get(key)
+        entry = None if cursor is None else next(cursor, None)
         if entry is REPLAYED:
             return facts.run(*args, **kwargs)
+        if entry is None:
+            entry = self._entry_past_the_end(key, op, args)
         if isinstance(entry, Replayed):
             if entry.draw_state is not None:
                 entry.draw_state.restore(run.displaced)

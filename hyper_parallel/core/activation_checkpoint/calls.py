@@ -63,22 +63,15 @@ class Calls(abc.ABC):
     """``checkpoint`` and ``swap`` of one framework."""
 
     tensors: ClassVar[TensorAdapter]
+    hooks: ClassVar[Callable[..., contextlib.AbstractContextManager[Any]]]  # the class AsyncSaveOnCpu
     module_word: ClassVar[str]  # what the framework calls a module
     framework_keywords: ClassVar[frozenset[str]]  # of checkpoint(), which belong to the framework's own checkpoint
 
     # ------------------------------------------------------------------ what a framework alone has
 
-    @abc.abstractmethod
-    def hooks(
-        self,
-        policy_fn: TensorPolicy | None = None,
-        *,
-        swap_config: SwapConfig | None,
-        where: str,
-        position: Position | None = None,
-        function: Any = None,
-    ) -> contextlib.AbstractContextManager[Any]:
-        """The saved-tensors hooks under which the values that ``function`` saves are swapped."""
+    def packer_options(self, function: Any) -> dict[str, Any]:
+        """What the packer of this framework must be told about the function that is run under its hooks."""
+        return {}
 
     @abc.abstractmethod
     def take_random_state_option(self, options: dict[str, Any]) -> bool:
@@ -150,7 +143,7 @@ class Calls(abc.ABC):
         where = self._where("swap", function)
         if policy_fn is not None and not callable(policy_fn):
             raise PolicyError(f"{where}: the tensor policy must be a function of one tensor, got {policy_fn!r}")
-        with self.hooks(policy_fn, swap_config=swap_config, where=where, function=function):
+        with self.hooks(policy_fn, swap_config=swap_config, where=where, **self.packer_options(function)):
             output = function(*args, **kwargs)
         return watch_first_step(output, self.tensors, is_recomputed=False)
 

@@ -7,6 +7,7 @@ moves the bytes, or the reason why they stay. Nothing here knows when bytes move
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import Any, ClassVar
 
 from hyper_parallel.config import SwapConfig, current_config
 from hyper_parallel.core.activation_checkpoint.adapter import Tensor, TensorAdapter, VersionToken
@@ -18,26 +19,26 @@ from hyper_parallel.core.activation_checkpoint.statistics import KeepReason
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.fates import Fate
 
-__all__ = ["Packer"]
+__all__ = ["Packer", "SwapHooks"]
 
 
 class Packer:
-    """Decides, for one scope, what becomes of each tensor that is saved in it.
+    """Decides, for one scope, what becomes of each tensor that is saved in it. Each framework has a subclass.
 
     ``position`` is given for the scope of a replayed region: all its values are wanted when the replay begins.
     """
 
+    tensors: ClassVar[TensorAdapter]
+
     def __init__(
         self,
-        tensors: TensorAdapter,
         policy_fn: TensorPolicy | None = None,
         *,
         config: SwapConfig | None = None,
         where: str = "swap",
         position: Position | None = None,
     ) -> None:
-        self.tensors = tensors
-        self.scope = Scope(tensors, where)
+        self.scope = Scope(self.tensors, where)
         self.config = config if config is not None else current_config()
         self.position = position
         self._policy_fn = policy_fn
@@ -193,3 +194,28 @@ class Packer:
         if group is not None:
             group.records.add(record)
         return record
+
+
+class SwapHooks:
+    """A pair of saved-tensors hooks around a scope. The other base of a subclass is the framework's own class of hooks."""
+
+    packer_class: ClassVar[type[Packer]]
+    unpack: ClassVar[Any]  # (Packed) -> Tensor; a static function, so that a graph holds no context manager
+
+    def __init__(
+        self,
+        policy_fn: TensorPolicy | None = None,
+        *,
+        swap_config: SwapConfig | None = None,
+        where: str = "AsyncSaveOnCpu",
+        position: Position | None = None,
+        **packer_options: Any,
+    ) -> None:
+        self._packer = self.packer_class(
+            policy_fn, config=swap_config, where=where, position=position, **packer_options
+        )
+        super().__init__(self._packer.pack, type(self).unpack)  # type: ignore[call-arg]  # the framework's class
+
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)  # type: ignore[misc]  # the framework's class
+        self._packer.flush()

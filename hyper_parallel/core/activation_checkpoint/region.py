@@ -21,7 +21,7 @@ Rules
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, Final, Protocol
 
 from hyper_parallel.core.activation_checkpoint.adapter import Tensor
@@ -208,11 +208,11 @@ class RegionForward:
 class Run:
     """One replay: which backward it belongs to, how far it is, and what it took."""
 
-    __slots__ = ("counts", "displaced", "task", "used")
+    __slots__ = ("cursors", "displaced", "task", "used")
 
-    def __init__(self, task: Any) -> None:
+    def __init__(self, task: Any, entries: Mapping[Hashable, list[Replayed | Filed]]) -> None:
         self.task = task
-        self.counts: dict[Hashable, int] = {}
+        self.cursors: dict[Hashable, Iterator[Replayed | Filed]] = {key: iter(of_op) for key, of_op in entries.items()}
         self.used: list[SwappedValue] = []
         self.displaced: Displaced = {}  # the random sources that rule 2 moved
 
@@ -237,7 +237,7 @@ class RegionReplay:
         raise NotImplementedError
 
     def _begin_replay(self, task_key: Any = None) -> None:
-        self._here.runs.append(Run(task_key))
+        self._here.runs.append(Run(task_key, self._entries))
         region = self._region
         task = region.tensors.current_task(region.position)
         if task is not None:
@@ -251,20 +251,15 @@ class RegionReplay:
         for put_back in run.displaced.values():
             put_back()
 
-    def _next_entry(self, run: Run, key: Hashable, op: Any, args: Any) -> Replayed | Filed:
-        """What became of this op instance in forward."""
-        counts = run.counts
-        at = counts.get(key, 0)
-        counts[key] = at + 1
-        entries = self._entries.get(key, ())
-        if at < len(entries):
-            return entries[at]
+    def _entry_past_the_end(self, key: Hashable, op: Any, args: Any) -> Replayed:
+        """The entry of an op instance that forward has not filed: forward has not come to it, or the replay differs."""
         if self._region.is_open:
             return AHEAD
+        count = len(self._entries.get(key, ()))
         raise ReplayMismatchError(
-            f"{self._region.where}: the replay ran {op_label(op)} number {at + 1} with inputs "
-            f"{self._region.tensors.shapes_of(args)}, but forward ran it {len(entries)} times. The function must run the same "
-            "ops again: look for branches on data, on global state or on whether gradients are enabled."
+            f"{self._region.where}: the replay ran {op_label(op)} number {count + 1} with inputs "
+            f"{self._region.tensors.shapes_of(args)}, but forward ran it {count} times. The function must run the same ops "
+            "again: look for branches on data, on global state or on whether gradients are enabled."
         )
 
     def _output_of(
@@ -281,9 +276,10 @@ class RegionReplay:
         region = self._region
         inputs = region.tensors.shapes_of(args)
         if inputs != entry.inputs:
+            number = self._entries[key].index(entry) + 1
             raise ReplayMismatchError(
-                f"{region.where}: the replay ran {op_label(op)} number {run.counts[key]} with inputs {inputs}, but forward ran "
-                f"it with {entry.inputs}; its kept output does not fit. The function must run the same ops on the same shapes "
+                f"{region.where}: the replay ran {op_label(op)} number {number} with inputs {inputs}, but forward ran it "
+                f"with {entry.inputs}; its kept output does not fit. The function must run the same ops on the same shapes "
                 "and dtypes again."
             )
         # While forward still runs its values are live, and the replay may run ahead of it to an op that changes one.
