@@ -14,7 +14,6 @@ from hyper_parallel.backends.mindspore.devices import backend_for, copied
 from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.adapter import DeviceBackend, TensorAdapter, View
 from hyper_parallel.core.activation_checkpoint.statistics import KeepReason
-from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.platform.mindspore import compat
 
 __all__ = ["TENSORS", "MindSporeTensorAdapter"]
@@ -122,26 +121,13 @@ class MindSporeTensorAdapter(TensorAdapter):
         is_cell = isinstance(value, mindspore.nn.Cell)
         return type(getattr(value, "unwrap_cell", value)).__name__ if is_cell else None
 
-    def watch_layers(self, layers: Iterable[Any]) -> list[Any]:
-        """See the base class. The hooks are functions of a module, so a deepcopy or a pickle of the layer is harmless."""
-        handles: list[Any] = []
-        for layer in layers:
-            if _before_forward not in layer._forward_pre_hook.values():
-                handles.append(layer.register_forward_pre_hook(_before_forward))
-                handles.append(layer.register_forward_hook(_after_forward, always_call=True))
-        return handles
+    def forward_pre_hooks(self, layer: Any) -> Iterable[Any]:
+        """See the base class."""
+        return layer._forward_pre_hook.values()  # type: ignore[no-any-return]
 
     def rank(self) -> int:
         """See the base class."""
         return int(dist.get_rank()) if compat.GlobalComm.INITED else 0
-
-
-def _before_forward(layer: Any, args: Any) -> None:
-    SwapManager().enter_layer(layer)
-
-
-def _after_forward(layer: Any, args: Any, outputs: Any) -> None:
-    SwapManager().leave_layer(layer, outputs, is_replay=graph.is_in_backward() or not compat.is_recording())
 
 
 TENSORS: Final = MindSporeTensorAdapter()

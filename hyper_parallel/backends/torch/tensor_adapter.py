@@ -15,7 +15,6 @@ from hyper_parallel.core.activation_checkpoint.adapter import DeviceBackend, Fla
 from hyper_parallel.core.activation_checkpoint.packed import Scope, raise_changed
 from hyper_parallel.core.activation_checkpoint.record import Position
 from hyper_parallel.core.activation_checkpoint.statistics import KeepReason
-from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 
 __all__ = ["TENSORS", "TorchTensorAdapter"]
 
@@ -173,27 +172,14 @@ class TorchTensorAdapter(TensorAdapter):
         is_module = isinstance(value, torch.nn.Module)
         return type(getattr(value, "wrapped_module", value)).__name__ if is_module else None
 
-    def watch_layers(self, layers: Iterable[torch.nn.Module]) -> list[Any]:
-        """See the base class. The hooks are functions of a module, so a deepcopy or a pickle of the layer is harmless."""
-        handles: list[Any] = []
-        for layer in layers:
-            if _before_forward not in layer._forward_pre_hooks.values():
-                handles.append(layer.register_forward_pre_hook(_before_forward))
-                handles.append(layer.register_forward_hook(_after_forward, always_call=True))
-        return handles
+    def forward_pre_hooks(self, layer: torch.nn.Module) -> Iterable[Any]:
+        """See the base class."""
+        return layer._forward_pre_hooks.values()
 
     def rank(self) -> int:
         """See the base class."""
         distributed = torch.distributed
         return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
-
-
-def _before_forward(layer: torch.nn.Module, args: Any) -> None:
-    SwapManager().enter_layer(layer)
-
-
-def _after_forward(layer: torch.nn.Module, args: Any, outputs: Any) -> None:
-    SwapManager().leave_layer(layer, outputs, is_replay=graph.is_in_backward() or not torch.is_grad_enabled())
 
 
 TENSORS: Final = TorchTensorAdapter()

@@ -353,8 +353,8 @@ class TensorAdapter(abc.ABC):
         """The class name of a module, seen through a wrapper of ours; None for any other callable."""
 
     @abc.abstractmethod
-    def watch_layers(self, layers: Iterable[Any]) -> list[Any]:
-        """Call ``SwapManager.enter_layer`` and ``leave_layer`` around the layers' forwards; removable handles."""
+    def forward_pre_hooks(self, layer: Any) -> Iterable[Any]:
+        """The hooks that run before a module's forward."""
 
     @abc.abstractmethod
     def rank(self) -> int:
