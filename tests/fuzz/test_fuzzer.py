@@ -37,8 +37,8 @@ from fuzz.shrink import shrink
 from fuzz.source import program_to_script, program_to_source
 from fuzz.vocabulary import FUNCTIONS, RARE, SPECS, STATE
 from hyper_parallel.backends.torch import ops, selective
-from hyper_parallel.backends.torch.packed import Handle, Kept
 from hyper_parallel.backends.torch.region_state import RegionState
+from hyper_parallel.core.activation_checkpoint.packed import KeptValue, SwappedValue
 from hyper_parallel.core.activation_checkpoint.python_state import PythonState
 from hyper_parallel.core.activation_checkpoint.record import Record
 
@@ -267,11 +267,11 @@ def _without_ordering_the_owner(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _without_the_version_check_of_swapped_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Handle, "_check_unchanged", lambda self: None)
+    monkeypatch.setattr(SwappedValue, "_check_unchanged", lambda self: None)
 
 
 def _without_the_version_check_of_kept_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Kept, "unpack", lambda self: self.tensor)
+    monkeypatch.setattr(KeptValue, "unpack", lambda self: self.tensor)
 
 
 @pytest.mark.parametrize(

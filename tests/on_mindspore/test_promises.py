@@ -13,11 +13,16 @@ from mindspore import mint, nn, ops
 
 import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy
-from hyper_parallel.backends.mindspore import AsyncSaveOnCpu
+from hyper_parallel.backends.mindspore import (
+    AsyncSaveOnCpu,
+    create_selective_checkpoint_contexts,
+    framework_checkpoint,
+)
 from hyper_parallel.backends.mindspore.devices import backend_for
 from hyper_parallel.backends.mindspore.graph import is_in_backward
-from hyper_parallel.backends.mindspore.packed import Handle, Kept
-from hyper_parallel.backends.mindspore.saved_tensors import Packer
+from hyper_parallel.backends.mindspore.saved_tensors import MindSporePacker
+from hyper_parallel.core.activation_checkpoint.packed import KeptValue, SwappedValue
+from hyper_parallel.core.activation_checkpoint.policy import ActivationPolicy
 from hyper_parallel.core.activation_checkpoint.swap import Storage, SwapTensor
 from hyper_parallel.errors import (
     ActivationError,
@@ -97,13 +102,13 @@ def test_weights_and_their_views_stay() -> None:
     with simulated_accelerator(window_bytes=10**6):
         found = mindspore.grad(lambda x: hp.swap(linear, x).sum())(batch())
         assert hp.stats().kept_count == {"parameter": 1}
-        packer = Packer(parameters=linear.get_parameters())
+        packer = MindSporePacker(parameters=linear.get_parameters())
         with mindspore._no_grad():
             view = linear.weight.view(64)
         assert view.param_info is None
-        assert isinstance(packer.pack(view), Kept)
+        assert isinstance(packer.pack(view), KeptValue)
         assert hp.stats().kept_count == {"parameter": 2}
-        assert isinstance(Packer().pack(mint.exp(batch())), Handle)
+        assert isinstance(MindSporePacker().pack(mint.exp(batch())), SwappedValue)
     same(found, mindspore.grad(lambda x: linear(x).sum())(batch()))
 
 
@@ -244,6 +249,27 @@ def test_a_change_inside_a_region_is_applied_once_to_the_filed_value(policy: Che
 def test_an_unknown_answer_of_an_op_policy_names_the_op(answer: Any) -> None:
     with pytest.raises(PolicyError, match=r"checkpoint of .*: the policy answered .* for op Exp; known answers are"):
         mindspore.grad(lambda x: hp.checkpoint(mint.exp, x, policy_fn=lambda *_, **__: answer).sum())(batch())
+
+
+@pytest.mark.parametrize("answer", list(ActivationPolicy))
+def test_a_tensor_policy_may_answer_with_an_activation_policy(answer: ActivationPolicy) -> None:
+    plain = mindspore.grad(lambda x: mint.exp(x).sum())(batch())
+    with simulated_accelerator(window_bytes=4096):
+        found = mindspore.grad(lambda x: hp.swap(lambda x: mint.exp(x), x, policy_fn=lambda tensor: answer).sum())(
+            batch()
+        )
+        stats = hp.stats()
+    same(found, plain)
+    assert (stats.swapped_out_bytes > 0) is (answer is ActivationPolicy.SWAP)
+    assert ("policy" in stats.kept_bytes) is (answer is ActivationPolicy.SAVE)
+
+
+def test_a_second_forward_under_one_pair_of_contexts_is_refused() -> None:
+    pair = create_selective_checkpoint_contexts(["Exp"])
+    forward = lambda x: framework_checkpoint(lambda x: mint.exp(x), x, context_fn=lambda: pair).sum()  # noqa: E731
+    mindspore.grad(forward)(batch())
+    with pytest.raises(PolicyError, match="cannot run a second forward under this pair of contexts"):
+        mindspore.grad(forward)(batch())
 
 
 def test_an_unknown_answer_of_a_tensor_policy_names_the_tensor() -> None:

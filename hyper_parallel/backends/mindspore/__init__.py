@@ -10,7 +10,7 @@ from hyper_parallel.backends.mindspore.marks import swap_tensor_wrapper
 from hyper_parallel.backends.mindspore.saved_tensors import AsyncSaveOnCpu, base_check_fn
 from hyper_parallel.backends.mindspore.selective import create_selective_checkpoint_contexts
 from hyper_parallel.backends.mindspore.simulation import simulate
-from hyper_parallel.backends.mindspore.tensor_adapter import MindSporeTensorAdapter
+from hyper_parallel.backends.mindspore.tensor_adapter import TENSORS as tensor_adapter
 from hyper_parallel.backends.mindspore.wrappers import (
     ActivationWrapper,
     CheckpointWrapper,
@@ -38,5 +38,3 @@ __all__ = [
     "swap_wrapper",
     "tensor_adapter",
 ]
-
-tensor_adapter = MindSporeTensorAdapter()

@@ -20,12 +20,10 @@ What is not seen is listed in ``docs/mindspore.md``.
 
 from __future__ import annotations
 
-import collections
 import functools
 import random
-import types
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any
 
 import mindspore
 import numpy as np
@@ -33,21 +31,10 @@ from mindspore import nn
 
 from hyper_parallel.backends.mindspore.devices import copied
 from hyper_parallel.backends.mindspore.storages import storage_key, unseen
-from hyper_parallel.core.activation_checkpoint.python_state import RandomSource, objects_in
-from hyper_parallel.core.activation_checkpoint.region_state import Place, RegionStateBase
+from hyper_parallel.core.activation_checkpoint.region_state import SMALL_BYTES, GeneratorSource, Place, RegionStateBase
 from hyper_parallel.platform.mindspore import compat
 
 __all__ = ["RegionState"]
-
-_COPIED_BYTES: Final = 16 << 20  # of the state of cells, per call of a region
-_SMALL_BYTES: Final = 64 << 10  # a buffer of this size is copied whether or not forward writes it
-
-_RANDOM_SOURCES: Final = (random.Random, np.random.Generator, np.random.RandomState)
-_NOTED_KINDS: Final = frozenset(
-    {mindspore.Tensor, types.FunctionType, list, dict, set, collections.deque, mindspore.Generator, *_RANDOM_SOURCES}
-)
-_LEFT_ALONE: Final = frozenset({"mindspore", "hyper_parallel"})
-"""Objects of these packages, such as primitives, have no state that forward reads."""
 
 
 @functools.cache
@@ -56,22 +43,8 @@ def _names_of_mindspore() -> frozenset[str]:
     return frozenset(vars(nn.Cell()))
 
 
-class _Generator:
-    """``mindspore.Generator``."""
-
-    def read(self, source: Any) -> Any:
-        with unseen():
-            return source.get_state()
-
-    def write(self, source: Any, state: Any) -> None:
-        with unseen():
-            source.set_state(state)
-
-    def is_same(self, one: Any, two: Any) -> bool:
-        return bool(one.asnumpy().tobytes() == two.asnumpy().tobytes())
-
-
-_GENERATOR: Final = _Generator()
+def _have_equal_bytes(one: Any, two: Any) -> bool:
+    return bool(one.asnumpy().tobytes() == two.asnumpy().tobytes())
 
 
 class RegionState(RegionStateBase):
@@ -81,23 +54,34 @@ class RegionState(RegionStateBase):
         super().__init__(where, function, arguments, keeps_random_state=keeps_random_state)
         self._left: list[tuple[Place, tuple[int, int]]] = []  # what has no stand-in, as forward left it
 
-    def _is_module(self, value: Any) -> bool:
-        return isinstance(value, nn.Cell)
+    module_class = nn.Cell
+    tensor_class = mindspore.Tensor
+    generator_class = mindspore.Generator
+    generators = GeneratorSource(unseen, _have_equal_bytes)
+    random_classes = (random.Random, np.random.Generator, np.random.RandomState)
+    packages_left_alone = frozenset({"mindspore", "hyper_parallel"})  # such as primitives
+    packages_without_state = "mindspore."
 
     def _children(self, module: Any) -> Iterable[Any]:
         return module._cells.values()  # type: ignore[no-any-return]
 
-    def _take_tensor(self, value: Any) -> bool:
+    def _tables(self, module: Any) -> Iterable[dict[str, Any]]:
+        return module._params, module._buffers
+
+    def _framework_names(self) -> frozenset[str]:
+        return _names_of_mindspore()
+
+    _names_left_out = _framework_names
+
+    def _has_place(self, value: Any) -> bool:
         return isinstance(value, mindspore.Tensor)
 
-    def _random_source_of(self, value: Any) -> RandomSource | None:
-        return _GENERATOR if isinstance(value, mindspore.Generator) else None
-
-    def _is_left_alone(self, value: Any) -> bool:
-        return type(value).__module__.split(".")[0] in _LEFT_ALONE
-
-    def _is_managed(self, tensor: Any) -> bool:
-        return False
+    def _is_copied_first(self, place: Place) -> bool:
+        if not _is_state(place):
+            return False
+        if isinstance(place.tensor, mindspore.Parameter):
+            return isinstance(place.owner, compat.normalisation_cells())
+        return bool(place.tensor.nbytes <= SMALL_BYTES)
 
     def _copied(self, tensor: Any, place: Place) -> Any:
         copy = copied(tensor)
@@ -107,16 +91,6 @@ class RegionState(RegionStateBase):
             return mindspore.Parameter(copy, name=place.tensor.name, requires_grad=False)
 
     # ------------------------------------------------------------------ forward
-
-    def __enter__(self) -> None:
-        """Forward begins."""
-        super().__enter__()
-        left = _COPIED_BYTES
-        for place in self._places:
-            nbytes = place.tensor.nbytes
-            if 0 < nbytes <= left and _is_copied_first(place, nbytes):
-                left -= nbytes
-                place.bytes_before = self._copied(place.tensor, place)
 
     def __exit__(self, *exc: object) -> None:
         """Forward has ended."""
@@ -139,33 +113,6 @@ class RegionState(RegionStateBase):
                 found[storage_key(place.tensor)] = place.label(kind)
         return found
 
-    def _note_module(self, module: Any) -> None:
-        is_wrapper = bool(self._behind(module))
-        if not is_wrapper:
-            self._flags.append((module, module.training))
-        if not type(module).__module__.startswith("mindspore."):  # whose classes write no attribute in forward
-            self._note_attributes(module)
-        for places in () if is_wrapper else (module._params, module._buffers):
-            for key, value in places.items():
-                if isinstance(value, mindspore.Tensor):
-                    self._places.append(Place(module, places, key, value))
-
-    def _note_attributes(self, module: Any) -> None:
-        names, left_out = module.__dict__, _names_of_mindspore()
-        self._python.note_names(names, left_out=left_out)
-        for key, value in names.items():
-            kind = type(value)
-            if kind not in _NOTED_KINDS or key in left_out:
-                continue
-            if kind is mindspore.Tensor:
-                self._places.append(Place(module, names, key, value))
-            elif kind is types.FunctionType:
-                self._note(objects_in(value, self._is_module))
-            elif kind is mindspore.Generator or kind in _RANDOM_SOURCES:
-                self._note((value,))
-            else:
-                self._note_items(value)
-
 
 def _mark_of(tensor: Any) -> tuple[int, int]:
     return tensor._version, storage_key(tensor)
@@ -175,12 +122,3 @@ def _is_state(place: Place) -> bool:
     """Whether a stand-in may take the place: nobody asks for its gradient."""
     tensor = place.tensor
     return not tensor.requires_grad if isinstance(tensor, mindspore.Parameter) else not tensor._requires_grad
-
-
-def _is_copied_first(place: Place, nbytes: int) -> bool:
-    """Whether the bytes are copied before it is known that forward writes them."""
-    if not _is_state(place):
-        return False
-    if isinstance(place.tensor, mindspore.Parameter):
-        return isinstance(place.owner, compat.normalisation_cells())
-    return nbytes <= _SMALL_BYTES

@@ -145,8 +145,8 @@ class VersionToken:
         self._counter = counter
 
     @property
-    def version(self) -> int:
-        """What the tensor's version is now."""
+    def _version(self) -> int:
+        """What the tensor's version is now; named as on a tensor."""
         return int(self._counter._version)
 
     def __del__(self, _idle: deque[Any] = _IDLE_TOKENS) -> None:
@@ -158,7 +158,7 @@ class VersionToken:
 class DeviceBytes:
     """Some bytes of a storage: what the engine moves. It is sliced like a flat tensor, without an op."""
 
-    __slots__ = ("_nbytes", "_start", "tensor")
+    __slots__ = ("__weakref__", "_nbytes", "_start", "tensor")
 
     def __init__(self, tensor: Any, start: int, nbytes: int) -> None:
         self.tensor = tensor  # any contiguous tensor over the whole storage

@@ -7,14 +7,10 @@ from hyper_parallel.backends.torch.checkpointing import (
     swap,
 )
 from hyper_parallel.backends.torch.marks import swap_tensor_wrapper
-from hyper_parallel.backends.torch.saved_tensors import (
-    ActivationPolicy,
-    AsyncSaveOnCpu,
-    base_check_fn,
-)
+from hyper_parallel.backends.torch.saved_tensors import AsyncSaveOnCpu, base_check_fn
 from hyper_parallel.backends.torch.selective import create_selective_checkpoint_contexts
 from hyper_parallel.backends.torch.simulation import simulate
-from hyper_parallel.backends.torch.tensor_adapter import TorchTensorAdapter
+from hyper_parallel.backends.torch.tensor_adapter import TENSORS as tensor_adapter
 from hyper_parallel.backends.torch.wrappers import (
     ActivationWrapper,
     CheckpointWrapper,
@@ -23,6 +19,7 @@ from hyper_parallel.backends.torch.wrappers import (
     checkpoint_wrapper,
     swap_wrapper,
 )
+from hyper_parallel.core.activation_checkpoint.policy import ActivationPolicy
 
 __all__ = [
     "ActivationPolicy",
@@ -43,5 +40,3 @@ __all__ = [
     "swap_wrapper",
     "tensor_adapter",
 ]
-
-tensor_adapter = TorchTensorAdapter()

@@ -16,38 +16,17 @@ from typing import Any
 
 import torch
 
-from hyper_parallel.backends.torch.devices import refuse_capture
-from hyper_parallel.backends.torch.first_step import noted
-from hyper_parallel.backends.torch.graph import next_sequence
 from hyper_parallel.backends.torch.region_state import RegionState
-from hyper_parallel.backends.torch.saved_tensors import AsyncSaveOnCpu, TensorPolicy, unpack
+from hyper_parallel.backends.torch.saved_tensors import AsyncSaveOnCpu, unpack
 from hyper_parallel.backends.torch.selective import create_selective_checkpoint_contexts
+from hyper_parallel.backends.torch.tensor_adapter import TENSORS
 from hyper_parallel.backends.torch.transformers_cache import with_own_cache
-from hyper_parallel.config import SwapConfig
+from hyper_parallel.core.activation_checkpoint.calls import Calls, CheckpointCall, ContextPair, noop_context_fn
 from hyper_parallel.core.activation_checkpoint.contexts import Nested
-from hyper_parallel.core.activation_checkpoint.flat_inputs import RegionCall
-from hyper_parallel.core.activation_checkpoint.record import Position
-from hyper_parallel.core.activation_checkpoint.swap import SwapManager
-from hyper_parallel.errors import PolicyError
 from hyper_parallel.platform.eager import EAGER_REASON
 from hyper_parallel.platform.torch import compat
 
-__all__ = ["checkpoint", "framework_checkpoint", "label_of", "noop_context_fn", "swap"]
-
-ContextPair = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
-
-
-def label_of(function: Any) -> str:
-    """The function or module as errors name it."""
-    owner = getattr(function, "__self__", function)
-    if isinstance(owner, torch.nn.Module):
-        return type(getattr(owner, "wrapped_module", owner)).__name__
-    return str(getattr(function, "__qualname__", type(function).__name__))
-
-
-def noop_context_fn() -> ContextPair:
-    """A pair of contexts that do nothing."""
-    return contextlib.nullcontext(), contextlib.nullcontext()
+__all__ = ["checkpoint", "framework_checkpoint", "noop_context_fn", "swap"]
 
 
 def framework_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -57,136 +36,100 @@ def framework_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any
     return compat.checkpoint(function, *args, **kwargs)
 
 
-class _Nested(Nested):
-    """Several contexts as one, which may hold a selective context of torch's own."""
+class TorchCalls(Calls):
+    """See :class:`Calls`. Torch's exceptions: a cache of transformers, ``debug``, ``respect_saved_tensors_hooks``."""
 
-    def answer_for_hooks(self, respects_hooks: bool | None) -> None:
-        """Torch sets this on a selective context of its own; in here it would not find one."""
-        for context in self.contexts:
-            mode = compat.selective_mode(context)
-            if mode is not None:
-                setattr(mode, compat.RESPECT_HOOKS, respects_hooks)
+    tensors = TENSORS
+    hooks = AsyncSaveOnCpu
+    module_word = "module"
+    framework_keywords = frozenset(
+        {"use_reentrant", "preserve_rng_state", "determinism_check", "debug"}
+        | ({compat.RESPECT_HOOKS} if compat.TAKES_RESPECT_HOOKS else set())
+    )
 
+    def take_random_state_option(self, options: dict[str, Any]) -> bool:
+        """See the base class. The option stays: torch's checkpoint keeps the states of the devices of the inputs."""
+        return bool(options.get("preserve_rng_state", True))
 
-@compat.run_eagerly(EAGER_REASON)
-def checkpoint(
-    function: Callable[..., Any],
-    *args: Any,
-    swap_inputs: bool = False,
-    policy_fn: Any = None,
-    context_fn: Callable[[], ContextPair] | None = None,
-    early_stop: bool = True,
-    swap_config: SwapConfig | None = None,
-    **kwargs: Any,
-) -> Any:
-    """See ``hyper_parallel.checkpoint``."""
-    if not callable(function):
-        raise TypeError(f"checkpoint: expected a module or a callable, got {function!r}")
-    where = f"checkpoint of {label_of(function)}"
-    options = {name: kwargs.pop(name) for name in _FRAMEWORK_KEYWORDS & kwargs.keys()}
-    keeps_random_state = options.get("preserve_rng_state", True)
-    call = _Call(where, with_own_cache(function, args, kwargs), args, kwargs, is_tensor=_is_tensor, is_flat=swap_inputs)
-    if policy_fn is not None or swap_inputs:
-        refuse_capture(where)
-    position = Position(next_sequence())
+    def prepared(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Callable[..., Any]:
+        """See the base class."""
+        return with_own_cache(function, args, kwargs)
 
-    def contexts() -> ContextPair:
-        pairs = [] if context_fn is None else [context_fn()]
-        state = call.state(keeps_random_state=keeps_random_state) if torch.is_grad_enabled() else None
-        if state is not None:
+    def run_replayable(self, call: CheckpointCall) -> Any:
+        """See the base class. Without gradients nothing is replayed.
+
+        With ``debug`` torch takes no contexts, and says so where they were asked for.
+        """
+        options = call.options
+        asks_for_contexts = call.context_fn is not None or call.policy_fn is not None
+        if asks_for_contexts or (torch.is_grad_enabled() and not options.get("debug")):
+            options = _answering_for_hooks(functools.partial(self.replay_contexts, call), options)
+        region = call.region
+        return framework_checkpoint(
+            region.function, *region.take_args(), early_stop=call.early_stop, **options, **region.kwargs
+        )
+
+    def replay_pairs(self, call: CheckpointCall) -> list[Any]:
+        """See the base class."""
+        pairs: list[Any] = []
+        state = None
+        if torch.is_grad_enabled():
+            region = call.region
+            state = RegionState(
+                call.where, region.region, region.take_objects(), keeps_random_state=call.keeps_random_state
+            )
             pairs.append((state, state.replay()))
-        if policy_fn is not None:
+        if call.policy_fn is not None:
             pairs.append(
-                create_selective_checkpoint_contexts(policy_fn, swap_config=swap_config, where=where, position=position)
+                create_selective_checkpoint_contexts(
+                    call.policy_fn, swap_config=call.swap_config, where=call.where, position=call.position
+                )
             )
         if state is not None:
             # Innermost: backward also reads the arguments of an op whose value the policy's replay hands out.
             pairs.append((contextlib.nullcontext(), state.watch()))
-        return _Nested(*(pair[0] for pair in pairs)), _Nested(*(pair[1] for pair in pairs))
-
-    # Without gradients nothing is replayed. With ``debug`` torch takes no contexts, and says so where they were asked for.
-    needs_contexts = context_fn is not None or policy_fn is not None
-    if needs_contexts or (torch.is_grad_enabled() and not options.get("debug")):
-        run = functools.partial(call.run, early_stop=early_stop, context_fn=contexts, **options)
-    else:
-        run = functools.partial(call.run, early_stop=early_stop, **options)
-    if not swap_inputs:
-        return run()
-    with AsyncSaveOnCpu(swap_config=swap_config, where=f"inputs of {where}", position=position):
-        output = run()
-    position.sequence = next_sequence()
-    SwapManager().relieve()
-    return output
+        return pairs
 
 
-def _answering_for_hooks(
-    context_fn: Callable[[], ContextPair], options: dict[str, Any]
-) -> tuple[Callable[[], ContextPair], dict[str, Any]]:
-    """The contexts and options of a call, with the answer that 2.15 asks for (see "hooks around selective checkpointing")."""
+def _answering_for_hooks(context_fn: Callable[[], ContextPair], options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a call with its contexts, and the answer that 2.15 asks for (see "hooks around selective ...")."""
     if not compat.TAKES_RESPECT_HOOKS:
-        return context_fn, options
+        return {**options, "context_fn": context_fn}
     respects_hooks = options.get(compat.RESPECT_HOOKS)
     if respects_hooks is None and _are_ours(compat.hooks_around_checkpoint()):
         respects_hooks = False
 
     def contexts() -> ContextPair:
         forward, replay = context_fn()
-        if isinstance(forward, _Nested):
-            forward.answer_for_hooks(respects_hooks)
+        if isinstance(forward, Nested):
+            _answer_for_hooks(forward, respects_hooks)
         return forward, replay
 
-    return contexts, {**options, compat.RESPECT_HOOKS: respects_hooks}
+    return {**options, "context_fn": contexts, compat.RESPECT_HOOKS: respects_hooks}
+
+
+def _answer_for_hooks(nested: Nested, respects_hooks: bool | None) -> None:
+    """Torch sets this on a selective context of its own; among several contexts it would not find one."""
+    for context in nested.contexts:
+        mode = compat.selective_mode(context)
+        if mode is not None:
+            setattr(mode, compat.RESPECT_HOOKS, respects_hooks)
 
 
 def _are_ours(hooks: Any) -> bool:
     return hooks is not None and hooks[1] is unpack
 
 
-_FRAMEWORK_KEYWORDS = frozenset(
-    {"use_reentrant", "preserve_rng_state", "determinism_check", "debug"}
-    | ({compat.RESPECT_HOOKS} if compat.TAKES_RESPECT_HOOKS else set())
-)
-
-
-class _Call(RegionCall):
-    """One call of a region, laid out for torch's checkpoint.
-
-    Torch's checkpoint looks after the tensors among its positional arguments alone: it saves them, checks their versions, and
-    keeps the random states of their devices. Tensors that come otherwise are passed by position too.
-    """
-
-    def state(self, *, keeps_random_state: bool) -> RegionState:
-        """What gives a replay the state that forward found."""
-        return RegionState(self.where, self.region, self.take_objects(), keeps_random_state=keeps_random_state)
-
-    def run(self, **options: Any) -> Any:
-        """Run it under torch's checkpoint. The arguments are torch's from here on."""
-        if "context_fn" in options:
-            context_fn, options = _answering_for_hooks(options.pop("context_fn"), options)
-            options["context_fn"] = context_fn
-        output = framework_checkpoint(self.function, *self.take_args(), **options, **self.kwargs)
-        return noted(output, is_recomputed=True)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
+_CALLS = TorchCalls()
 
 
 @compat.run_eagerly(EAGER_REASON)
-def swap(
-    function: Callable[..., Any],
-    *args: Any,
-    policy_fn: TensorPolicy | None = None,
-    swap_config: SwapConfig | None = None,
-    **kwargs: Any,
-) -> Any:
+def checkpoint(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    """See ``hyper_parallel.checkpoint``."""
+    return _CALLS.checkpoint(function, *args, **keywords)
+
+
+@compat.run_eagerly(EAGER_REASON)
+def swap(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     """See ``hyper_parallel.swap``."""
-    if not callable(function):
-        raise TypeError(f"swap: expected a module or a callable, got {function!r}")
-    if policy_fn is not None and not callable(policy_fn):
-        raise PolicyError(
-            f"swap of {label_of(function)}: the tensor policy must be a function of one tensor, got {policy_fn!r}"
-        )
-    with AsyncSaveOnCpu(policy_fn, swap_config=swap_config, where=f"swap of {label_of(function)}"):
-        output = function(*args, **kwargs)
-    return noted(output, is_recomputed=False)
+    return _CALLS.swap(function, *args, **keywords)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
 from hyper_parallel.backends.torch.storages import tensors_in
+from hyper_parallel.core.activation_checkpoint.region import Displaced
 
-__all__ = ["RandomState", "Source", "set_state"]
+__all__ = ["RandomState", "Source"]
 
 Source = torch.device | torch.Generator
 
@@ -39,12 +41,12 @@ class RandomState:
         sources: list[Source] = [*given, *(device for device in drawn if device.type != "meta")]
         return cls({source: _state_of(source) for source in sources})
 
-    def restore(self, displaced: dict[Source, Any]) -> None:
-        """Put the generators back to it; what they were at goes to ``displaced``, once for each of them."""
+    def restore(self, displaced: Displaced) -> None:
+        """Put the generators back to it; how to undo that goes to ``displaced``, once for each of them."""
         for source, state in self._states.items():
             if source not in displaced:
-                displaced[source] = _state_of(source)
-            set_state(source, state)
+                displaced[source] = functools.partial(_set_state, source, _state_of(source))
+            _set_state(source, state)
 
 
 def _indexed(device: torch.device) -> torch.device:
@@ -64,8 +66,7 @@ def _state_of(source: Source) -> Any:
         return torch.get_device_module(source).get_rng_state(source)
 
 
-def set_state(source: Source, state: Any) -> None:
-    """Let a generator go on from ``state``."""
+def _set_state(source: Source, state: Any) -> None:
     with torch._C._DisableTorchDispatch():
         if isinstance(source, torch.Generator):
             source.set_state(state)

@@ -7,8 +7,8 @@ Where they are not, it computes other values and says nothing. Here, for one cal
    also after ``functional_call`` has put the module's own back. Tensors whose place is managed by others (sharded,
    flattened, subclasses) are left alone.
 2. **Buffers that forward writes** (batch norm's statistics, spectral norm's vectors, observers) are copied when forward
-   begins. The replay works on a copy of that copy, so that buffers change once. Buffers over ``COPIED_BYTES`` are not
-   copied; rule 3 holds for them.
+   begins. The replay works on a copy of that copy, so that buffers change once. Copies that forward did not need are freed
+   when it ends, unless they are small. Buffers over ``COPIED_BYTES`` are not copied; rule 3 holds for them.
 3. **Anything else that was changed in place** shows in its version. The replay then runs under a mode that raises at the first
    op that reads the changed tensor. A replay that does not read it is right, and goes on.
 4. **Python state and random sources**: see :mod:`hyper_parallel.core.activation_checkpoint.python_state`.
@@ -18,11 +18,9 @@ In reach are the modules and objects that the function is, is bound to or closes
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import random
 import threading
-import types
 import weakref
 from collections.abc import Iterable
 from typing import Any, Final
@@ -36,45 +34,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hyper_parallel.backends.torch.ops import KNOWN, facts_of
 from hyper_parallel.backends.torch.storages import tensors_in, unseen
 from hyper_parallel.backends.torch.transformers_cache import is_cache
-from hyper_parallel.core.activation_checkpoint.python_state import RandomSource, objects_in
-from hyper_parallel.core.activation_checkpoint.region_state import Place, RegionStateBase, changed_in_place
+from hyper_parallel.core.activation_checkpoint.region_state import (
+    SMALL_BYTES,
+    GeneratorSource,
+    Place,
+    RegionStateBase,
+    changed_in_place,
+)
 
 __all__ = ["RegionState"]
-
-COPIED_BYTES: Final = 16 << 20  # of buffers, per call of a region; freed when forward ends unless forward wrote them
-_SMALL_BYTES: Final = 64 << 10  # a buffer of this size stays copied: it costs nothing, and a change of it does no harm
 
 _PLAIN: Final = (torch.Tensor, nn.Parameter)
 _MODULE_NAMES: Final = frozenset(vars(nn.Module()))
 _ENGINES: Final = ("torch.distributed", "deepspeed", "fairscale", "accelerate")
 """Modules of these packages change their own attributes in a replay, and count on it."""
-
-_RANDOM_SOURCES: Final = (random.Random, np.random.Generator, np.random.RandomState)
-_NOTED_KINDS: Final = frozenset(
-    {torch.Tensor, types.FunctionType, list, dict, set, collections.deque, torch.Generator, *_RANDOM_SOURCES}
-)
-_LEFT_ALONE: Final = frozenset(
-    {"torch", "hyper_parallel"}
-)  # objects of these packages have no state that forward reads
-
-
-class _TorchGenerator:
-    """``torch.Generator``."""
-
-    def read(self, source: torch.Generator) -> torch.Tensor:
-        with torch._C._DisableTorchDispatch():
-            return source.get_state()
-
-    def write(self, source: torch.Generator, state: torch.Tensor) -> None:
-        with torch._C._DisableTorchDispatch():
-            source.set_state(state)
-
-    def is_same(self, one: torch.Tensor, two: torch.Tensor) -> bool:
-        with torch._C._DisableTorchDispatch():
-            return torch.equal(one, two)
-
-
-_TORCH_GENERATOR: Final = _TorchGenerator()
 
 
 class _Seen:
@@ -96,24 +69,40 @@ class RegionState(RegionStateBase):
 
     # ------------------------------------------------------------------ what torch's modules and tensors are
 
-    def _is_module(self, value: Any) -> bool:
-        return isinstance(value, nn.Module)
+    module_class = nn.Module
+    tensor_class = torch.Tensor
+    generator_class = torch.Generator
+    generators = GeneratorSource(torch._C._DisableTorchDispatch, torch.equal)
+    random_classes = (random.Random, np.random.Generator, np.random.RandomState)
+    packages_left_alone = frozenset({"torch", "hyper_parallel"})
+    packages_without_state = "torch.nn.modules."
 
     def _children(self, module: nn.Module) -> Iterable[Any]:
         return module._modules.values()
 
+    def _tables(self, module: nn.Module) -> Iterable[dict[str, Any]]:
+        return module._parameters, module._buffers
+
+    def _framework_names(self) -> frozenset[str]:
+        return _MODULE_NAMES
+
+    def _has_place(self, value: Any) -> bool:
+        return type(value) in _PLAIN and not value.is_inference()
+
+    def _is_copied_first(self, place: Place) -> bool:
+        tensor = place.tensor
+        is_state = type(tensor) is torch.Tensor and place.names is not place.owner._parameters
+        return is_state and tensor.layout is torch.strided and tensor.grad_fn is None
+
     def _take_tensor(self, value: Any) -> bool:
         if not isinstance(value, torch.Tensor):
             return False
-        if type(value) in _PLAIN and not value.is_inference():
+        if self._has_place(value):
             self._seen.append(_Seen(value))
         return True
 
-    def _random_source_of(self, value: Any) -> RandomSource | None:
-        return _TORCH_GENERATOR if isinstance(value, torch.Generator) else None
-
     def _is_left_alone(self, value: Any) -> bool:
-        return type(value).__module__.split(".")[0] in _LEFT_ALONE or is_cache(value)
+        return super()._is_left_alone(value) or is_cache(value)
 
     def _is_managed(self, tensor: Any) -> bool:
         """Whether a sharding engine exchanges it, or it is of a subclass with rules of its own."""
@@ -130,7 +119,6 @@ class RegionState(RegionStateBase):
     def __enter__(self) -> None:
         """Forward begins."""
         super().__enter__()
-        self._copy_buffers()
         self._python.note_global_draws()
 
     def __exit__(self, *exc: object) -> None:
@@ -140,52 +128,13 @@ class RegionState(RegionStateBase):
         for place in self._places:
             if place.bytes_before is None or place.is_written() or id(place.owner) in written:
                 continue
-            if _hides_its_writes(place.owner) or place.bytes_before.nbytes <= _SMALL_BYTES:
+            if _hides_its_writes(place.owner) or place.bytes_before.nbytes <= SMALL_BYTES:
                 continue
             place.bytes_before = None
 
     def _note_module(self, module: nn.Module) -> None:
-        package = type(module).__module__
-        if package.startswith(_ENGINES):
-            return
-        is_wrapper = bool(self._behind(module))
-        if not is_wrapper:
-            self._flags.append((module, module.training))
-        if not package.startswith("torch.nn.modules."):  # whose classes write no attribute in forward
-            self._note_attributes(module)
-        for places in () if is_wrapper else (module._parameters, module._buffers):
-            for key, value in places.items():
-                if value is not None and type(value) in _PLAIN:
-                    self._note_place(module, places, key, value)
-
-    def _note_attributes(self, module: nn.Module) -> None:
-        names = module.__dict__
-        self._python.note_names(names)
-        for key, value in names.items():
-            kind = type(value)
-            if kind not in _NOTED_KINDS or key in _MODULE_NAMES:
-                continue
-            if kind is torch.Tensor:
-                self._note_place(module, names, key, value)
-            elif kind is types.FunctionType:
-                self._note(objects_in(value, self._is_module))
-            elif kind is torch.Generator or kind in _RANDOM_SOURCES:
-                self._note((value,))
-            else:
-                self._note_items(value)
-
-    def _note_place(self, module: nn.Module, names: dict[str, Any], key: str, tensor: torch.Tensor) -> None:
-        if not tensor.is_inference():
-            self._places.append(Place(module, names, key, tensor))
-
-    def _copy_buffers(self) -> None:
-        left = COPIED_BYTES
-        for place in self._places:
-            tensor = place.tensor
-            is_state = type(tensor) is torch.Tensor and place.names is not place.owner._parameters
-            if is_state and tensor.layout is torch.strided and 0 < tensor.nbytes <= left and tensor.grad_fn is None:
-                left -= tensor.nbytes
-                place.bytes_before = self._copied(tensor, place)
+        if not type(module).__module__.startswith(_ENGINES):
+            super()._note_module(module)
 
     # ------------------------------------------------------------------ replay
 

@@ -34,12 +34,15 @@ from hyper_parallel.core.activation_checkpoint.adapter import FlatBytes
 __all__ = [
     "ViewSpec",
     "alias",
+    "bytes_of",
     "flat_bytes",
     "is_below_counter",
     "is_changed_piece",
     "is_copied_by_bytes",
     "is_parameter_derived",
+    "shapes_of",
     "share_key",
+    "storage_key_if_any",
     "storage_watch",
     "tensors_in",
     "unseen",
@@ -207,3 +210,23 @@ def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
         elif isinstance(value, dict):  # a higher-order op's
             found.extend(tensors_in(value.values()))
     return found
+
+
+def shapes_of(args: Any) -> list[Any]:
+    """The shape and dtype of each tensor among an op's arguments. A nested tensor's ragged size is new in every call."""
+    return [(None if tensor.is_nested else tensor.shape, tensor.dtype) for tensor in tensors_in(args)]
+
+
+def bytes_of(output: Any) -> int:
+    """The bytes of the tensors in an op's output."""
+    if isinstance(output, torch.Tensor):
+        return output.nbytes if output.layout is torch.strided else 0
+    if isinstance(output, tuple | list):
+        return sum(bytes_of(item) for item in output)
+    return 0
+
+
+def storage_key_if_any(tensor: torch.Tensor) -> int | None:
+    """Names the storage of a tensor; None without one. A subclass that leaves dispatch alone is a tensor like any other."""
+    is_plain = type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    return tensor.untyped_storage()._cdata if is_plain and tensor.layout is torch.strided else None

@@ -1,88 +1,185 @@
-"""What the explicit swap interface asks about torch tensors and layers."""
+"""Torch's tensors and autograd, as the engine sees them. The facts behind each answer are in ``storages`` and ``graph``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Final
 
 import torch
+from torch.utils._pytree import tree_leaves
 
-from hyper_parallel.backends.torch.devices import backend_for
-from hyper_parallel.backends.torch.graph import is_in_backward
-from hyper_parallel.backends.torch.storages import ViewSpec, flat_bytes, is_copied_by_bytes
-from hyper_parallel.config import current_config
-from hyper_parallel.core.activation_checkpoint.adapter import FlatBytes
-from hyper_parallel.core.activation_checkpoint.engine import Engine
-from hyper_parallel.core.activation_checkpoint.swap import SwapManager
-from hyper_parallel.core.trees import tree_map
+from hyper_parallel.backends.torch import graph, storages
+from hyper_parallel.backends.torch.devices import backend_for, refuse_capture
+from hyper_parallel.config import SwapConfig
+from hyper_parallel.core.activation_checkpoint.adapter import DeviceBackend, FlatBytes, TensorAdapter, View
+from hyper_parallel.core.activation_checkpoint.packed import Scope, raise_changed
+from hyper_parallel.core.activation_checkpoint.record import Position
+from hyper_parallel.core.activation_checkpoint.statistics import KeepReason
 
-__all__ = ["TorchTensorAdapter"]
+__all__ = ["TENSORS", "TorchTensorAdapter"]
+
+_EXOTIC_ERRORS: Final = (NotImplementedError, RuntimeError)
 
 
-class TorchTensorAdapter:
-    """See ``border.TensorAdapter``."""
+class TorchTensorAdapter(TensorAdapter):
+    """See :class:`TensorAdapter`."""
+
+    def is_tensor(self, value: Any) -> bool:
+        """See the base class."""
+        return isinstance(value, torch.Tensor)
 
     def is_plain_tensor(self, value: Any) -> bool:
-        """See the protocol."""
+        """See the base class."""
         return type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
 
-    def plain_tensors(self, tree: Any) -> list[torch.Tensor]:
-        """See the protocol."""
-        found: list[torch.Tensor] = []
-        tree_map(lambda leaf: found.append(leaf) if self.is_plain_tensor(leaf) else None, tree)
-        return found
+    def why_never_swapped(self, tensor: torch.Tensor) -> str | None:
+        """See the base class. Subclasses and sparse tensors have no plain storage."""
+        if tensor.__class__ is not torch.Tensor:
+            return KeepReason.PARAMETER if isinstance(tensor, torch.nn.Parameter) else KeepReason.EXOTIC
+        try:
+            tensor.untyped_storage()
+        except _EXOTIC_ERRORS:
+            return KeepReason.EXOTIC
+        return None
 
-    def engine_of(self, tensor: torch.Tensor) -> Engine | None:
-        """See the protocol."""
-        if not is_copied_by_bytes(tensor, tensor.untyped_storage()):
-            return None
-        config = current_config()
-        backend = backend_for(tensor.device, config)
-        return None if backend is None else SwapManager().engine(backend, config)
+    def is_empty(self, tensor: torch.Tensor) -> bool:
+        """See the base class."""
+        return tensor.numel() == 0
+
+    def device_key(self, tensor: torch.Tensor) -> Hashable:
+        """See the base class."""
+        return tensor.device
+
+    def backend_for(self, device_key: torch.device, config: SwapConfig) -> DeviceBackend | None:
+        """See the base class."""
+        return backend_for(device_key, config)
+
+    tensors_in = staticmethod(storages.tensors_in)
+    shapes_of = staticmethod(storages.shapes_of)
+    bytes_of = staticmethod(storages.bytes_of)
 
     def storage_key(self, tensor: torch.Tensor) -> int:
-        """See the protocol."""
+        """See the base class."""
         return int(tensor.untyped_storage()._cdata)
 
+    storage_key_if_any = staticmethod(storages.storage_key_if_any)
+
     def storage_bytes(self, tensor: torch.Tensor) -> int:
-        """See the protocol."""
+        """See the base class."""
         return tensor.untyped_storage().nbytes()
 
-    def version_of(self, tensor: torch.Tensor) -> int:
-        """See the protocol."""
-        return tensor._version
-
     def is_slice(self, tensor: torch.Tensor) -> bool:
-        """See the protocol."""
+        """See the base class."""
         return tensor.nbytes != self.storage_bytes(tensor)
 
-    def view_of(self, tensor: torch.Tensor) -> ViewSpec:
-        """See the protocol."""
-        return ViewSpec(tensor)
+    def storage_watch(self, tensor: torch.Tensor, holder: object) -> Callable[[], bool]:
+        """See the base class. Torch tells when a storage dies, so that ``holder`` is not needed."""
+        return storages.storage_watch(tensor.untyped_storage())
 
     def flat_bytes(self, tensor: torch.Tensor) -> FlatBytes:
-        """See the protocol."""
-        return flat_bytes(tensor.untyped_storage())
+        """See the base class."""
+        return storages.flat_bytes(tensor.untyped_storage())
 
-    def watch_layers(self, layers: Iterable[torch.nn.Module]) -> list[Any]:
-        """See the protocol. The hooks are functions of a module, so a deepcopy or a pickle of the layer is harmless."""
-        handles: list[Any] = []
-        for layer in layers:
-            if _before_forward not in layer._forward_pre_hooks.values():
-                handles.append(layer.register_forward_pre_hook(_before_forward))
-                handles.append(layer.register_forward_hook(_after_forward, always_call=True))
-        return handles
+    def view_of(self, tensor: torch.Tensor) -> View:
+        """See the base class."""
+        return storages.ViewSpec(tensor)
+
+    is_parameter_derived = staticmethod(storages.is_parameter_derived)
+
+    def is_changed_piece(self, tensor: torch.Tensor, storage_bytes: int) -> bool:
+        """See the base class."""
+        return storages.is_changed_piece(tensor, storage_bytes)
+
+    def is_copied_by_bytes(self, tensor: torch.Tensor) -> bool:
+        """See the base class."""
+        return storages.is_copied_by_bytes(tensor, tensor.untyped_storage())
+
+    version_token = staticmethod(storages.version_token)
+    alias = staticmethod(storages.alias)
+
+    def share_key(self, tensor: torch.Tensor) -> Hashable:
+        """See the base class."""
+        return storages.share_key(tensor, tensor.untyped_storage())
+
+    def held_alias(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See the base class. An alias shares the version counter, and is its own token."""
+        alias = storages.alias(tensor)
+        return alias, alias
+
+    def held_output(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See the base class. The output itself: an alias made above autograd, later, costs a tenth of one made here."""
+        return tensor, tensor
+
+    def held_after_forward(self, held: torch.Tensor, token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See the base class."""
+        alias = storages.alias(held)
+        return alias, alias
+
+    def clone(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See the base class. The caller may be in an inference block; the copy outlives it."""
+        with torch.inference_mode(False), storages.unseen():
+            return tensor.clone()
+
+    def view_for_backward(self, view: View, device_bytes: FlatBytes, scope: Scope) -> torch.Tensor:
+        """See the base class. The exception "views that are handed out": one view object for each set of bytes.
+
+        The plain step's graph holds the tensor that it hands to a backward. Were ours the only one, and were it returned as a
+        gradient, ``AccumulateGrad`` would take it over, and every later change of ``.grad`` would change the saved bytes.
+        """
+        views: dict[View, tuple[torch.Tensor, int]] = device_bytes.__dict__.setdefault("handed_out", {})
+        for known, version in tuple(views.values()):  # another thread may add to them
+            if known._version != version:
+                raise_changed(scope, shape=known.shape, dtype=known.dtype, version=version, now=known._version)
+        found = views.get(view)
+        if found is not None:
+            return found[0]
+        made: torch.Tensor = view.over(device_bytes)
+        views[view] = made, made._version
+        return made
+
+    def current_task(self, position: Position) -> graph.GraphTask | None:
+        """See the base class."""
+        return graph.current_task()
+
+    is_in_backward = staticmethod(graph.is_in_backward)
+    is_recording = staticmethod(torch.is_grad_enabled)
+    next_sequence = staticmethod(graph.next_sequence)
+
+    def sequence_of_save(self) -> int:
+        """See the base class. The node has its number when it saves."""
+        return graph.next_sequence() - 1
+
+    def wanted_by(self) -> str:
+        """See the base class."""
+        node: Any = torch._C._current_autograd_node()  # torch.autograd.graph.Node | None
+        return ", outside backward," if node is None else f", wanted by {type(node).name(node)},"
+
+    refuse_capture = staticmethod(refuse_capture)
 
     def before_backward(self, outputs: Any, callback: Callable[[], None]) -> None:
-        """See the protocol."""
+        """See the base class."""
         tensors = [tensor for tensor in self.plain_tensors(outputs) if tensor.requires_grad]
         if tensors:
             torch.autograd.graph.register_multi_grad_hook(tensors, lambda _: callback(), mode="any")
 
+    def hook_places(self, outputs: Any) -> list[Callable[[Callable[[Any], None]], Any]]:
+        """See the base class. Nodes, and not tensors: a tensor with a hook warns when it is pickled."""
+        tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+        return [node.register_prehook for node in {tensor.grad_fn for tensor in tensors} if node is not None]
 
-def _before_forward(layer: torch.nn.Module, args: Any) -> None:
-    SwapManager().enter_layer(layer)
+    def module_label(self, value: Any) -> str | None:
+        """See the base class."""
+        is_module = isinstance(value, torch.nn.Module)
+        return type(getattr(value, "wrapped_module", value)).__name__ if is_module else None
+
+    def forward_pre_hooks(self, layer: torch.nn.Module) -> Iterable[Any]:
+        """See the base class."""
+        return layer._forward_pre_hooks.values()
+
+    def rank(self) -> int:
+        """See the base class."""
+        distributed = torch.distributed
+        return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
-def _after_forward(layer: torch.nn.Module, args: Any, outputs: Any) -> None:
-    SwapManager().leave_layer(layer, outputs, is_replay=is_in_backward() or not torch.is_grad_enabled())
+TENSORS: Final = TorchTensorAdapter()

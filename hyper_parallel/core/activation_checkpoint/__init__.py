@@ -1,4 +1,4 @@
-"""The engine room: what happens to a saved value. Policies, records, schedule, far memory; no framework."""
+"""The engine: what happens to a saved value. Policies, packer, regions, records, schedule, far memory; no framework."""
 
 # The submodule `swap` first: importing it binds its name here, and the function of that name must come after.
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager  # isort: skip

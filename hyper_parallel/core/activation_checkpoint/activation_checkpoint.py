@@ -1,7 +1,7 @@
-"""The doors: save, recompute or swap what a function or module keeps for its backward.
+"""The public functions: save, recompute or swap what a function or module keeps for its backward.
 
-Each door resolves the platform at its first call and hands over to that framework's room
-(``hyper_parallel.platform.<framework>.activation_checkpoint``); nothing here imports a framework.
+Each of them resolves the platform when it is called and calls the function of the same name in that framework's backend
+(``hyper_parallel.backends.<framework>``). Nothing here imports a framework.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def checkpoint(
     Returns:
         What ``function`` returned. Gradients are bitwise those of the framework's own checkpoint.
     """
-    return _room().checkpoint(
+    return _backend().checkpoint(
         function,
         *args,
         swap_inputs=swap_inputs,
@@ -74,7 +74,7 @@ def checkpoint_wrapper(module: Any, **keywords: Any) -> Any:
     The wrapper leaves no trace: parameter names, ``state_dict``, attribute access, ``deepcopy`` and pickling are those
     of the wrapped module.
     """
-    return _room().checkpoint_wrapper(module, **keywords)
+    return _backend().checkpoint_wrapper(module, **keywords)
 
 
 @run_eagerly
@@ -90,12 +90,12 @@ def swap(
     ``policy_fn(tensor)`` chooses per tensor: MUST_SAVE, PREFER_SAVE or ActivationPolicy.SAVE keep it on the device;
     MUST_SWAP, ActivationPolicy.SWAP or None swap it.
     """
-    return _room().swap(function, *args, policy_fn=policy_fn, swap_config=swap_config, **kwargs)
+    return _backend().swap(function, *args, policy_fn=policy_fn, swap_config=swap_config, **kwargs)
 
 
 def swap_wrapper(module: Any, policy_fn: Any = None, *, swap_config: SwapConfig | None = None) -> Any:
     """A module (or callable) whose every call goes through :func:`swap`. It leaves no trace, as above."""
-    return _room().swap_wrapper(module, policy_fn, swap_config=swap_config)
+    return _backend().swap_wrapper(module, policy_fn, swap_config=swap_config)
 
 
 @run_eagerly
@@ -104,10 +104,10 @@ def swap_tensor_wrapper(tree: Any, tag: str | None = None) -> Any:
 
     Returns the same tree. ``tag`` names them in the statistics. Outside grad mode nothing happens.
     """
-    return _room().swap_tensor_wrapper(tree, tag)
+    return _backend().swap_tensor_wrapper(tree, tag)
 
 
-def _room() -> Any:  # the module hyper_parallel.platform.<framework>.activation_checkpoint
+def _backend() -> Any:  # the module hyper_parallel.backends.<framework>
     from hyper_parallel.core.activation_checkpoint.adapter import current_backend
 
     return current_backend()

@@ -1,8 +1,9 @@
 """What the engine needs from a framework and its device, and nothing more.
 
 A :class:`DeviceBackend` is one device of one framework: real streams on an accelerator, simulated ones in
-``hyper_parallel.testing``, trivial ones where the "device" is host memory. The engine only ever sees flat byte buffers,
-streams and events through it, so that one engine serves both frameworks.
+``hyper_parallel.testing``, trivial ones where the "device" is host memory. The engine sees flat byte buffers, streams and
+events only through it. A :class:`TensorAdapter` is one framework: its tensors and its autograd. Packer, regions, marks and
+the explicit interface are written over it once, for both frameworks.
 
 Theory of operation
 -------------------
@@ -16,14 +17,20 @@ or writes must be ordered (``wait_event`` on its own stream) before it is droppe
 
 from __future__ import annotations
 
+import abc
 import importlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
+from hyper_parallel.core.trees import tree_map
+
 if TYPE_CHECKING:
-    from hyper_parallel.core.activation_checkpoint.engine import Engine
+    from hyper_parallel.config import SwapConfig
+    from hyper_parallel.core.activation_checkpoint.engine import BackwardTask
+    from hyper_parallel.core.activation_checkpoint.packed import Scope
+    from hyper_parallel.core.activation_checkpoint.record import Position
 
 __all__ = [
     "Completion",
@@ -34,9 +41,10 @@ __all__ = [
     "StreamCompletion",
     "Tensor",
     "TensorAdapter",
+    "VersionToken",
     "View",
-    "tensor_adapter",
     "current_backend",
+    "tensor_adapter",
 ]
 
 Tensor: TypeAlias = Any  # torch.Tensor | mindspore.Tensor
@@ -144,48 +152,219 @@ class StreamCompletion:
 class View(Protocol):
     """How to make an exact view again."""
 
+    size: Any
+    dtype: Any
+
     def over(self, device_bytes: FlatBytes) -> Tensor:
         """The same size, strides, offset and dtype, over these bytes."""
 
 
-class TensorAdapter(Protocol):
-    """What the explicit interface needs to know of a framework's tensors."""
+class VersionToken(Protocol):
+    """Shows the version of one tensor. A tensor that shares the version counter is such a token itself."""
 
+    @property
+    def _version(self) -> int:
+        """The number of changes in place that the framework has counted so far."""
+
+
+class TensorAdapter(abc.ABC):
+    """The tensors and the autograd of one framework, as the packer, the regions and the explicit interface need them.
+
+    Requirements. A framework can be supported if
+
+    1. a tensor has ``shape``, ``dtype`` and ``_version``; the version grows with changes in place, as far as the framework
+       counts them;
+    2. the storage under a tensor can be named while it lives, has a size, and can be read as one flat buffer;
+    3. an exact view can be made again over other bytes with the same content;
+    4. a second tensor over the same bytes can be made that has no history in autograd;
+    5. a token can be made that shows the version of a tensor and does not hold its bytes;
+    6. autograd calls a pair of hooks for every value that it saves, and says whether a backward runs;
+    7. ops can be seen, one by one, while a region runs (for policies per op; the dispatch modes are in ``backends``).
+
+    Methods with a body have the answer of a framework without the exception that their docstring names.
+    """
+
+    # ------------------------------------------------------------------ one tensor
+
+    @abc.abstractmethod
+    def is_tensor(self, value: Any) -> bool:
+        """Whether ``value`` is a tensor of this framework, of any class."""
+
+    @abc.abstractmethod
     def is_plain_tensor(self, value: Any) -> bool:
         """Whether ``value`` is a tensor with a storage of its own."""
 
-    def plain_tensors(self, tree: Any) -> Iterable[Tensor]:
-        """Every such tensor in a tree of values."""
+    def can_be_marked(self, value: Any) -> bool:
+        """Whether ``value`` is a plain tensor that is not a parameter."""
+        return self.is_plain_tensor(value) and self.why_never_swapped(value) is None
 
-    def engine_of(self, tensor: Tensor) -> Engine | None:
-        """The schedule of its device; None when it is in host memory already."""
+    @abc.abstractmethod
+    def why_never_swapped(self, tensor: Tensor) -> str | None:
+        """The :class:`KeepReason` of a tensor that always stays because of its class; None for a plain tensor."""
 
+    @abc.abstractmethod
+    def is_empty(self, tensor: Tensor) -> bool:
+        """Whether it has no elements."""
+
+    @abc.abstractmethod
+    def device_key(self, tensor: Tensor) -> Hashable:
+        """Names its device for :meth:`backend_for`."""
+
+    @abc.abstractmethod
+    def backend_for(self, device_key: Any, config: SwapConfig) -> DeviceBackend | None:
+        """The backend of a device; None where its tensors are in host memory already."""
+
+    @abc.abstractmethod
+    def tensors_in(self, values: Iterable[Any]) -> list[Tensor]:
+        """The tensors among an op's arguments, also those in lists."""
+
+    @abc.abstractmethod
+    def shapes_of(self, args: Any) -> list[Any]:
+        """The shape and dtype of each tensor argument: what a replayed op must be given again for a kept output to fit."""
+
+    @abc.abstractmethod
+    def bytes_of(self, output: Any) -> int:
+        """The bytes of the tensors in an op's output."""
+
+    # ------------------------------------------------------------------ its storage
+
+    @abc.abstractmethod
     def storage_key(self, tensor: Tensor) -> int:
         """Names its storage among the living ones."""
 
+    def storage_key_if_any(self, tensor: Tensor) -> int | None:
+        """The same; None for a tensor of a class without a storage."""
+        return self.storage_key(tensor)
+
+    @abc.abstractmethod
     def storage_bytes(self, tensor: Tensor) -> int:
         """The size of its storage."""
 
-    def version_of(self, tensor: Tensor) -> int:
-        """Grows with every change in place."""
-
+    @abc.abstractmethod
     def is_slice(self, tensor: Tensor) -> bool:
         """Whether it covers a part of its storage only."""
 
-    def view_of(self, tensor: Tensor) -> View:
-        """How to make it again."""
+    @abc.abstractmethod
+    def storage_watch(self, tensor: Tensor, holder: object) -> Callable[[], bool]:
+        """Answers whether its storage is still alive. ``holder`` holds the storage; the watch does not hold ``holder``.
 
+        Where the framework does not tell when a storage dies, the answer is whether ``holder`` is alive.
+        """
+
+    @abc.abstractmethod
     def flat_bytes(self, tensor: Tensor) -> FlatBytes:
         """All bytes of its storage."""
 
-    def watch_layers(self, layers: Iterable[Any]) -> list[Any]:
-        """Call ``SwapManager.enter_layer`` and ``leave_layer`` around the layers' forwards; removable handles."""
+    @abc.abstractmethod
+    def view_of(self, tensor: Tensor) -> View:
+        """How to make it again."""
 
+    def is_parameter_derived(self, tensor: Tensor) -> bool:
+        """Whether it is a view or a cast of a parameter. False where the framework does not show it on the tensor."""
+        return False
+
+    def is_copied_by_bytes(self, tensor: Tensor) -> bool:
+        """Whether the bytes of its storage, with a size, strides and an offset, are all there is to it."""
+        return True
+
+    def is_changed_piece(self, tensor: Tensor, storage_bytes: int) -> bool:
+        """Whether a part of a storage was changed on a version counter of its own; False where a storage has one counter."""
+        return False
+
+    # ------------------------------------------------------------------ its version and its aliases
+
+    @abc.abstractmethod
+    def version_token(self, tensor: Tensor, *, is_below_autograd: bool = False) -> Any:  # VersionToken
+        """A token that shows every later change of the tensor and holds no bytes."""
+
+    def share_key(self, tensor: Tensor) -> Hashable:
+        """Names the storage together with the version counter that the tensor uses."""
+        return self.storage_key(tensor)
+
+    @abc.abstractmethod
+    def alias(self, tensor: Tensor, *, is_below_autograd: bool = False) -> Tensor:
+        """A second tensor over the same bytes, never the tensor itself; with the same version where it is shared."""
+
+    @abc.abstractmethod
+    def held_alias(self, tensor: Tensor) -> tuple[Tensor, Any]:  # VersionToken
+        """An alias to keep, and the token that shows the version of ``tensor``."""
+
+    @abc.abstractmethod
+    def held_output(self, tensor: Tensor) -> tuple[Tensor, Any]:  # VersionToken
+        """The same for an op's output inside a dispatch mode; it may be the output itself (:meth:`held_after_forward`)."""
+
+    def held_after_forward(self, held: Tensor, token: Any) -> tuple[Tensor, Any]:  # VersionToken
+        """What takes the place of :meth:`held_output` when the region's forward is over."""
+        return held, token
+
+    @abc.abstractmethod
+    def clone(self, tensor: Tensor) -> Tensor:
+        """The same tensor over bytes of its own, made where no graph and no dispatch mode sees it."""
+
+    def view_for_backward(self, view: View, device_bytes: FlatBytes, scope: Scope) -> Tensor:
+        """The view that backward gets. A framework may have to hold what it hands out, and check it."""
+        return view.over(device_bytes)
+
+    # ------------------------------------------------------------------ autograd
+
+    @abc.abstractmethod
+    def current_task(self, position: Position) -> BackwardTask | None:
+        """The backward that runs on this thread and wants a value of this position; None outside one."""
+
+    @abc.abstractmethod
+    def is_in_backward(self) -> bool:
+        """Whether this thread runs inside a backward."""
+
+    @abc.abstractmethod
+    def is_recording(self) -> bool:
+        """Whether autograd records what this thread runs."""
+
+    @abc.abstractmethod
+    def next_sequence(self) -> int:
+        """A number higher than that of everything saved so far."""
+
+    def sequence_of_save(self) -> int:
+        """The number of the node whose value a pack hook is given."""
+        return self.next_sequence()
+
+    def wanted_by(self) -> str:
+        """What error messages say about the node that wants a value; empty where the framework does not show it."""
+        return ""
+
+    def refuse_capture(self, where: str) -> None:
+        """Raise where device work is being captured for a later replay by the device."""
+        return
+
+    @abc.abstractmethod
     def before_backward(self, outputs: Any, callback: Callable[[], None]) -> None:
         """Call ``callback`` when a backward reaches the first tensor in ``outputs``, which stay as they are.
 
         It may be called again, for another tensor of theirs or for another backward.
         """
+
+    @abc.abstractmethod
+    def hook_places(self, outputs: Any) -> list[Callable[[Callable[[Any], None]], Any]]:
+        """Functions that register a hook in the graph of ``outputs``; empty where they have no graph."""
+
+    # ------------------------------------------------------------------ modules and ranks
+
+    @abc.abstractmethod
+    def module_label(self, value: Any) -> str | None:
+        """The class name of a module, seen through a wrapper of ours; None for any other callable."""
+
+    @abc.abstractmethod
+    def forward_pre_hooks(self, layer: Any) -> Iterable[Any]:
+        """The hooks that run before a module's forward."""
+
+    @abc.abstractmethod
+    def rank(self) -> int:
+        """The rank of this process in the default group; 0 without one."""
+
+    def plain_tensors(self, tree: Any) -> list[Tensor]:
+        """Every plain tensor in a tree of values."""
+        found: list[Tensor] = []
+        tree_map(lambda leaf: found.append(leaf) if self.is_plain_tensor(leaf) else None, tree)
+        return found
 
 
 def current_backend() -> Any:  # the module hyper_parallel.backends.<framework>

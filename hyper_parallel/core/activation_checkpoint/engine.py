@@ -130,7 +130,7 @@ class Engine:
     ) -> Record:
         """A new record for bytes that were just saved; it leaves when enough newer ones stand behind it.
 
-        ``is_in_region``: a replayed region is open, and calls :meth:`relieve` when it closes. What the device may hold is a
+        ``is_in_region``: a replayed region is open, and calls :meth:`trim_window` when it closes. What the device may hold is a
         question for that moment: in the middle of a layer its passing values are counted too, and they go by themselves.
         """
         record = Record(
@@ -151,7 +151,7 @@ class Engine:
             if key is not None and is_alive is not None:
                 self._remember(key, _Shared(record, version, is_alive))
             if not stays:
-                self._queue(record, is_settled=not is_in_region)
+                self._queue(record, trims_window=not is_in_region)
             self._account()
         return record
 
@@ -169,9 +169,9 @@ class Engine:
     def enqueue(self, record: Record) -> None:
         """Let a record leave that stayed so far."""
         with self._lock:
-            self._queue(record, is_settled=True)
+            self._queue(record, trims_window=True)
 
-    def _queue(self, record: Record, *, is_settled: bool) -> None:
+    def _queue(self, record: Record, *, trims_window: bool) -> None:
         self._tail.append((weakref.ref(record), record.nbytes))
         self._tail_bytes += record.nbytes
         while self._tail_bytes > self._tail_limit:
@@ -180,7 +180,7 @@ class Engine:
             oldest = reference()
             if oldest is not None and not oldest.stays and not oldest.is_protected:
                 self._launch_offload(oldest)
-        if is_settled or self.config.device_bytes is None:
+        if trims_window or self.config.device_bytes is None:
             self._make_room_in_window()
 
     def _launch_offload(self, record: Record, stream: Stream | None = None) -> None:
@@ -228,8 +228,8 @@ class Engine:
         held = self.backend.held_bytes()
         return held is not None and held + nbytes <= limit
 
-    def relieve(self) -> None:
-        """The device filled up by what is not ours (a value that is saved, the end of a layer): is the window still right?"""
+    def trim_window(self) -> None:
+        """Check the window again: memory held by others (saved values, the end of a layer) may have grown."""
         if self._in_flight_bytes > self._window_limit:
             with self._lock:
                 self._make_room_in_window()
@@ -250,8 +250,8 @@ class Engine:
                 if self.counters.trace is not None:
                     self.counters.trace("drop", record)
 
-    def settle(self, record: Record) -> bool:
-        """Something is about to change the source bytes: order it after the copy out. False when there is no copy."""
+    def finish_copy_before_write(self, record: Record) -> bool:
+        """An op is about to change the source bytes: order it after the copy out. False when there is no copy."""
         with self._lock:
             if record.residency is Residency.DEVICE:
                 self._launch_offload(record)
@@ -269,7 +269,7 @@ class Engine:
             forecast = self._forecast_of(task)
             is_first_use = not record.is_wanted
             record.is_wanted = task is not None
-            self._bring(record, is_first_use=is_first_use)
+            self._make_readable(record, is_first_use=is_first_use)
             device_bytes = record.device_bytes
             if forecast is None:
                 self._make_room_in_window()
@@ -279,7 +279,7 @@ class Engine:
             self._account()
         return device_bytes
 
-    def expect(self, task: BackwardTask, *, is_near: bool = True) -> None:
+    def start_prefetch(self, task: BackwardTask, *, is_near: bool = True) -> None:
         """A replay begins: start its loads before the first value is asked for.
 
         Where none of its values is ours (not ``is_near``), loads for later ones take room that is free, and no other.
@@ -308,7 +308,7 @@ class Engine:
                 self.end_of_task(next(iter(self._forecasts)))
         return forecast
 
-    def _bring(self, record: Record, *, is_first_use: bool) -> None:
+    def _make_readable(self, record: Record, *, is_first_use: bool) -> None:
         if record.residency is Residency.D2H:
             record.cancel_offload()
         elif record.residency is Residency.HOST:
@@ -391,17 +391,17 @@ class Engine:
         given = False
         for forecast in self._forecasts.values():
             for record in forecast.ahead():
-                given |= self._let_go(record)
+                given |= self._drop_copied_bytes(record)
         return given
 
-    def let_go(self, record: Record) -> None:
-        """A replay has taken what it needs: drop our own reference, if nobody else counts on this record."""
+    def drop_after_replay(self, record: Record) -> None:
+        """A replay has taken what it needs: drop our own reference, unless another save uses this record."""
         with self._lock:
             # A reader on a foreign stream goes on after the replay, and only this record orders the buffer's pool after it.
             if not record.shares and not record.has_foreign_readers and record.residency is Residency.DEVICE:
-                self._let_go(record)
+                self._drop_copied_bytes(record)
 
-    def _let_go(self, record: Record) -> bool:
+    def _drop_copied_bytes(self, record: Record) -> bool:
         """Drop device bytes that also exist in far memory."""
         if record.residency is Residency.H2D:
             record.finish_load()
@@ -436,7 +436,7 @@ class Engine:
                 return
             for record in list(forecast.touched):
                 record.is_wanted = False
-                self._let_go(record)
+                self._drop_copied_bytes(record)
             self._make_room_in_window()
             self.clock.read_finished()
 

@@ -1,24 +1,64 @@
-"""Op policies as values: what a user may give, turned into one kind of question and one kind of answer.
+"""Policies as values: what a user may give, turned into one kind of question, and every answer into a :class:`Fate`.
 
-A policy is asked once for each op instance, in forward. A list is a value too, and its answers are remembered per op, so
-that the cheap form costs one dictionary look-up.
+``CheckpointPolicy`` and ``ActivationPolicy`` are the public answers. Here they end: the packer and the regions know only
+the fates save, swap and recompute.
+
+An op policy is asked once for each op instance, in forward. A list is a value too, and its answers are remembered per op,
+so that the cheap form costs one dictionary look-up.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from hyper_parallel.core.activation_checkpoint.activation_checkpoint import CheckpointPolicy
 from hyper_parallel.errors import PolicyError
+from hyper_parallel.fates import Fate
 
-__all__ = ["ByOpName", "OpPolicy", "PolicyContext", "as_op_policy", "op_label", "op_names"]
+__all__ = [
+    "ActivationPolicy",
+    "ByOpName",
+    "OpPolicy",
+    "PolicyContext",
+    "TensorPolicy",
+    "as_op_policy",
+    "fate_of_op",
+    "fate_of_tensor",
+    "op_label",
+    "op_names",
+]
 
 OpPolicy = Callable[..., Any]  # (ctx, op, *args, **kwargs) -> CheckpointPolicy | bool
+TensorPolicy = Callable[[Any], Any]  # (tensor) -> CheckpointPolicy | ActivationPolicy | None
 Op = Any  # torch._ops.OpOverload | an object with .name on MindSpore
 
 _KNOWN = ", ".join(f"CheckpointPolicy.{policy.name}" for policy in CheckpointPolicy)
+
+
+class ActivationPolicy(enum.Enum):
+    """What a tensor policy may answer, beside :class:`CheckpointPolicy` and None."""
+
+    SAVE = 0
+    SWAP = 1
+
+
+_OP_FATES: Final[Mapping[CheckpointPolicy, Fate]] = {
+    CheckpointPolicy.MUST_SAVE: Fate.SAVE,
+    CheckpointPolicy.PREFER_SAVE: Fate.SAVE,
+    CheckpointPolicy.MUST_RECOMPUTE: Fate.RECOMPUTE,
+    CheckpointPolicy.PREFER_RECOMPUTE: Fate.RECOMPUTE,
+    CheckpointPolicy.MUST_SWAP: Fate.SWAP,
+}
+_TENSOR_FATES: Final[Mapping[enum.Enum, Fate]] = {
+    CheckpointPolicy.MUST_SAVE: Fate.SAVE,
+    CheckpointPolicy.PREFER_SAVE: Fate.SAVE,
+    CheckpointPolicy.MUST_SWAP: Fate.SWAP,
+    ActivationPolicy.SAVE: Fate.SAVE,
+    ActivationPolicy.SWAP: Fate.SWAP,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,14 +134,14 @@ def _listed_name(item: Any, where: str) -> str:
     return op_label(item)
 
 
-def checked_answer(answer: Any, op: Op, *, where: str) -> CheckpointPolicy:
-    """The policy's answer as our enum; a bool means save or prefer to recompute."""
+def fate_of_op(answer: Any, op: Op, *, where: str) -> Fate:
+    """What an op policy's answer means; a bool means save or prefer to recompute."""
     if answer.__class__ is CheckpointPolicy:
-        return answer
+        return _OP_FATES[answer]
     if answer is True:
-        return CheckpointPolicy.MUST_SAVE
+        return Fate.SAVE
     if answer is False:
-        return CheckpointPolicy.PREFER_RECOMPUTE
+        return Fate.RECOMPUTE
     hint = (
         "; torch's own CheckpointPolicy is another enum with other meanings"
         if type(answer).__name__ == "CheckpointPolicy"
@@ -110,3 +150,16 @@ def checked_answer(answer: Any, op: Op, *, where: str) -> CheckpointPolicy:
     raise PolicyError(
         f"{where}: the policy answered {answer!r} for op {op_label(op)}; known answers are {_KNOWN}, True and False{hint}"
     )
+
+
+def fate_of_tensor(answer: Any, tensor: Any, *, where: str) -> Fate:
+    """What a tensor policy's answer means; None means swap."""
+    if answer is None:
+        return Fate.SWAP
+    fate = _TENSOR_FATES.get(answer) if isinstance(answer, enum.Enum) else None
+    if fate is None:
+        raise PolicyError(
+            f"{where}: the tensor policy answered {answer!r} for a tensor {tuple(tensor.shape)} {tensor.dtype}; known "
+            "answers are CheckpointPolicy.MUST_SAVE, PREFER_SAVE, MUST_SWAP, ActivationPolicy.SAVE, SWAP, and None (swap)"
+        )
+    return fate

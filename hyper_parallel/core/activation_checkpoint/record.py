@@ -170,12 +170,12 @@ class Record:
             except MemoryError:
                 return Refusal.NO_SPACE
             except BaseException:
-                self._settle(lane)
+                self._wait_for_lane(lane)
                 raise
         return None
 
-    def _settle(self, lane: Stream) -> None:
-        """A copy failed half-way, or an interrupt landed between two lines: what was queued is waited for, nobody else will."""
+    def _wait_for_lane(self, lane: Stream) -> None:
+        """A copy failed half-way, or an interrupt came between two lines: wait for what was queued, nothing else waits for it."""
         backend = self.engine.backend
         with contextlib.suppress(Exception):  # the caller's error is the one to hear of
             end = backend.record_event(lane)
@@ -230,7 +230,7 @@ class Record:
             self.device_bytes = buffer
             self.residency = target
         except BaseException:
-            self._settle(lane)
+            self._wait_for_lane(lane)
             raise
 
     def finish_load(self) -> None:

@@ -10,14 +10,20 @@ An adapter says what its modules, tensors and random sources are, and which tens
 from __future__ import annotations
 
 import abc
+import collections
+import types
 from collections.abc import Callable, Iterable
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, Final
 
 from hyper_parallel.core.activation_checkpoint.contexts import Replay
 from hyper_parallel.core.activation_checkpoint.python_state import PythonState, RandomSource, objects_in
 from hyper_parallel.errors import InPlaceChangeError
 
-__all__ = ["Place", "RegionStateBase", "changed_in_place"]
+__all__ = ["COPIED_BYTES", "SMALL_BYTES", "GeneratorSource", "Place", "RegionStateBase", "changed_in_place"]
+
+COPIED_BYTES: Final = 16 << 20  # of the state of modules, per call of a region
+SMALL_BYTES: Final = 64 << 10  # a copy of a buffer of this size may be made or kept although forward does not write it
 
 
 def changed_in_place(where: str, label: str, op: Any) -> InPlaceChangeError:
@@ -27,6 +33,34 @@ def changed_in_place(where: str, label: str, op: Any) -> InPlaceChangeError:
         "Backward would use other values than forward did. Run backward before the change (an optimizer's step, a "
         "broadcast, an update of running values), or use hp.swap_wrapper here, which recomputes nothing."
     )
+
+
+class GeneratorSource:
+    """A framework's class of random generators, as a :class:`RandomSource`. Its state is a tensor.
+
+    ``hidden`` makes a context in which dispatch modes do not see the ops that read and write a state.
+    """
+
+    def __init__(
+        self, hidden: Callable[[], AbstractContextManager[None]], are_equal: Callable[[Any, Any], bool]
+    ) -> None:
+        self._hidden = hidden
+        self._are_equal = are_equal
+
+    def read(self, source: Any) -> Any:
+        """See :class:`RandomSource`."""
+        with self._hidden():
+            return source.get_state()
+
+    def write(self, source: Any, state: Any) -> None:
+        """See :class:`RandomSource`."""
+        with self._hidden():
+            source.set_state(state)
+
+    def is_same(self, one: Any, two: Any) -> bool:
+        """See :class:`RandomSource`."""
+        with self._hidden():
+            return self._are_equal(one, two)
 
 
 class Place:
@@ -68,33 +102,56 @@ class RegionStateBase(abc.ABC):
 
     # ------------------------------------------------------------------ what an adapter says
 
-    @abc.abstractmethod
-    def _is_module(self, value: Any) -> bool:
-        """Whether this is a module of the framework."""
+    module_class: ClassVar[type]
+    tensor_class: ClassVar[type]
+    generator_class: ClassVar[type]
+    generators: ClassVar[RandomSource]  # how to read the state of a generator of the framework
+    random_classes: ClassVar[tuple[type, ...]]  # random sources of Python and numpy that a module may hold
+    packages_left_alone: ClassVar[frozenset[str]]  # objects of these packages have no state that forward reads
+    packages_without_state: ClassVar[str]  # modules of these packages write no attribute in forward
+
+    _noted_classes: ClassVar[frozenset[type]]  # attributes of these classes are looked into
+
+    def __init_subclass__(cls) -> None:
+        containers = (list, dict, set, collections.deque)
+        own = (cls.tensor_class, cls.generator_class)
+        cls._noted_classes = frozenset({*own, *cls.random_classes, *containers, types.FunctionType})
 
     @abc.abstractmethod
     def _children(self, module: Any) -> Iterable[Any]:
         """The modules that a module holds, or None for an empty place."""
 
     @abc.abstractmethod
-    def _note_module(self, module: Any) -> None:
-        """Note one module's own names and tensors."""
+    def _tables(self, module: Any) -> Iterable[dict[str, Any]]:
+        """The tables in which a module holds its parameters and its buffers."""
 
     @abc.abstractmethod
+    def _framework_names(self) -> frozenset[str]:
+        """The attributes that every module has. They are not looked into."""
+
+    def _names_left_out(self) -> frozenset[str]:
+        """The attributes of a module that are neither noted nor put back."""
+        return frozenset()
+
+    @abc.abstractmethod
+    def _has_place(self, value: Any) -> bool:
+        """Whether a value in a table is a tensor for which a stand-in can take the place."""
+
+    @abc.abstractmethod
+    def _is_copied_first(self, place: Place) -> bool:
+        """Whether the bytes of a place are copied before forward, because forward may write them unseen."""
+
     def _take_tensor(self, value: Any) -> bool:
         """Whether this is a tensor, which the Python state leaves alone."""
+        return isinstance(value, self.tensor_class)
 
-    @abc.abstractmethod
-    def _random_source_of(self, value: Any) -> RandomSource | None:
-        """How to read the state of a random source of the framework."""
-
-    @abc.abstractmethod
     def _is_left_alone(self, value: Any) -> bool:
         """Whether an object has no state that forward reads."""
+        return type(value).__module__.split(".")[0] in self.packages_left_alone
 
-    @abc.abstractmethod
     def _is_managed(self, tensor: Any) -> bool:
-        """Whether somebody else exchanges the tensor of a place."""
+        """Whether the tensor of a place is exchanged by others than the module."""
+        return False
 
     @abc.abstractmethod
     def _copied(self, tensor: Any, place: Place) -> Any:
@@ -111,11 +168,53 @@ class RegionStateBase(abc.ABC):
             for module in tuple(self._modules.values())[noted:]:
                 noted += 1
                 self._note_module(module)
+        self._copy_first()
 
     def __exit__(self, *exc: object) -> None:
         """Forward has ended."""
         self._python.keep_changes()
         self._modules = {}
+
+    def _copy_first(self) -> None:
+        left = COPIED_BYTES
+        for place in self._places:
+            if self._is_copied_first(place):
+                nbytes = place.tensor.nbytes
+                if 0 < nbytes <= left:
+                    left -= nbytes
+                    place.bytes_before = self._copied(place.tensor, place)
+
+    def _note_module(self, module: Any) -> None:
+        """Note one module's own names and tensors."""
+        is_wrapper = bool(self._behind(module))
+        if not is_wrapper:
+            self._flags.append((module, module.training))
+        if not type(module).__module__.startswith(self.packages_without_state):
+            self._note_attributes(module)
+        for places in () if is_wrapper else self._tables(module):
+            for key, value in places.items():
+                if self._has_place(value):
+                    self._places.append(Place(module, places, key, value))
+
+    def _note_attributes(self, module: Any) -> None:
+        names, framework_names = module.__dict__, self._framework_names()
+        self._python.note_names(names, left_out=self._names_left_out())
+        for key, value in names.items():
+            kind = type(value)
+            if kind not in self._noted_classes or key in framework_names:
+                continue
+            if kind is self.tensor_class:
+                if self._has_place(value):
+                    self._places.append(Place(module, names, key, value))
+            elif kind is types.FunctionType:
+                self._note(objects_in(value, self._is_module))
+            elif kind is self.generator_class or kind in self.random_classes:
+                self._note((value,))
+            else:
+                self._note_items(value)
+
+    def _is_module(self, value: Any) -> bool:
+        return isinstance(value, self.module_class)
 
     def _note(self, values: Iterable[Any]) -> None:
         self._python.note(values, is_foreign=self._is_foreign)
@@ -134,9 +233,8 @@ class RegionStateBase(abc.ABC):
         if self._is_module(value):
             self._take_modules(value)
             return True
-        source = self._random_source_of(value)
-        if source is not None:
-            self._python.note_source(value, source)
+        if isinstance(value, self.generator_class):
+            self._python.note_source(value, self.generators)
             return True
         return self._is_left_alone(value)
 

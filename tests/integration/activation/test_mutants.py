@@ -36,6 +36,9 @@ from .mutation import Edit, Mutant
 RECORD = "core.activation_checkpoint.record:Record"
 ENGINE = "core.activation_checkpoint.engine:Engine"
 HOST = "core.activation_checkpoint.far.host:HostTier"
+PACKED = "core.activation_checkpoint.packed"
+PACKER = "core.activation_checkpoint.packer:Packer"
+REGION = "core.activation_checkpoint.region"
 TORCH = "backends.torch"
 
 
@@ -278,7 +281,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "a load in flight is let go without its completion",
         (
             Edit(
-                f"{ENGINE}._let_go",
+                f"{ENGINE}._drop_copied_bytes",
                 "record.finish_load()",
                 "record.residency = Residency.DEVICE; record.back = None",
             ),
@@ -290,7 +293,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "a filed value is not settled before it is changed",
         (
             Edit(
-                f"{TORCH}.selective:ForwardMode._protect", "filed.output = _map_packed(filed.output, _settled)", "pass"
+                f"{REGION}:RegionForward._protect_written",
+                "filed.output = map_packed(filed.output, self._independent)",
+                "pass",
             ),
         ),
         "filed value changed, swapped",
@@ -300,7 +305,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "a filed value that is saved is not copied before it is changed",
         (
             Edit(
-                f"{TORCH}.selective:ForwardMode._protect", "filed.output = _map_packed(filed.output, _settled)", "pass"
+                f"{REGION}:RegionForward._protect_written",
+                "filed.output = map_packed(filed.output, self._independent)",
+                "pass",
             ),
         ),
         "filed value changed, saved",
@@ -310,8 +317,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "the replay hands out the filed value itself",
         (
             Edit(
-                f"{TORCH}.selective:ReplayMode._hand_out_copy",
-                "return value.clone()",
+                f"{REGION}:RegionReplay._hand_out_copy",
+                "return self._region.tensors.clone(value)",
                 "return value",
             ),
         ),
@@ -320,13 +327,13 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the version of a swapped value is not checked",
-        (Edit(f"{TORCH}.packed:Handle._check_unchanged", "if not self.is_unchanged():", "if False:"),),
+        (Edit(f"{PACKED}:SwappedValue._check_unchanged", "if now != self.version:", "if False:"),),
         "swapped value changed",
         r"DID NOT RAISE",
     ),
     Mutant(
         "the version of a kept value is not checked",
-        (Edit(f"{TORCH}.packed:Kept.unpack", "if self.tensor._version != self.version:", "if False:"),),
+        (Edit(f"{PACKED}:KeptValue.unpack", "if now != self.version:", "if False:"),),
         "kept value changed",
         r"DID NOT RAISE",
     ),
@@ -340,7 +347,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "the address of a dead storage is not held back",
         (
             Edit(
-                f"{TORCH}.saved_tensors:storage_watch",
+                f"{TORCH}.storages:storage_watch",
                 "reference = StorageWeakRef(storage)\n    return lambda: not reference.expired()",
                 "return lambda: True",
             ),
@@ -356,11 +363,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the random state is not restored",
-        (
-            Edit(
-                f"{TORCH}.selective:ReplayMode.__torch_dispatch__", "entry.random_state.restore(run.displaced)", "pass"
-            ),
-        ),
+        (Edit(f"{TORCH}.selective:ReplayMode.__torch_dispatch__", "entry.draw_state.restore(run.displaced)", "pass"),),
         "dropout",
         r"differs by",
     ),
@@ -368,7 +371,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "autograd gets its own tensor back",
         (
             Edit(
-                f"{TORCH}.saved_tensors:Packer.pack",
+                f"{TORCH}.saved_tensors:TorchPacker.pack",
                 "detached = alias(tensor) if _has_modes() or is_below_counter() else tensor.detach()",
                 "detached = tensor",
             ),
@@ -378,27 +381,33 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "values of a replay leave",
-        (Edit(f"{TORCH}.saved_tensors:Packer._pack_plain", "if is_in_backward():", "if False:"),),
+        (Edit(f"{PACKER}._decide", "self.tensors.is_in_backward()", "False"),),
         "replay offloads nothing",
         r"offload|==",
     ),
     Mutant(
         "a retained graph keeps what was brought back",
-        (Edit(f"{ENGINE}.end_of_task", "self._let_go(record)", "pass"),),
+        (Edit(f"{ENGINE}.end_of_task", "self._drop_copied_bytes(record)", "pass"),),
         "retained graph",
         r"live_bytes",
     ),
     Mutant(
         "what is handed out is held by nobody",
-        (Edit(f"{TORCH}.packed:Handle._over", "views[self.view] = made, made._version", "pass"),),
+        (
+            Edit(
+                f"{TORCH}.tensor_adapter:TorchTensorAdapter.view_for_backward",
+                "views[view] = made, made._version",
+                "pass",
+            ),
+        ),
         "bytes returned as a gradient",
         r"equal",
     ),
     Mutant(
         "the same number on another counter counts",
         (
-            Edit(f"{TORCH}.saved_tensors:is_changed_piece", "tensor._version > 0", "False"),
-            Edit(f"{TORCH}.saved_tensors:share_key", "root.nbytes == storage.nbytes()", "True"),
+            Edit(f"{TORCH}.storages:is_changed_piece", "tensor._version > 0", "False"),
+            Edit(f"{TORCH}.storages:share_key", "root.nbytes == storage.nbytes()", "True"),
         ),
         "pieces of one storage",
         r"equal",

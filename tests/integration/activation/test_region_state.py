@@ -21,7 +21,8 @@ from torch.func import functional_call
 
 import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy
-from hyper_parallel.backends.torch import region_state
+from hyper_parallel.backends.torch.region_state import RegionState
+from hyper_parallel.core.activation_checkpoint import region_state
 from hyper_parallel.errors import InPlaceChangeError
 from hyper_parallel.testing import simulated_accelerator
 
@@ -639,7 +640,7 @@ def test_a_region_that_is_dropped_is_freed_without_a_collection() -> None:
     try:
         model, context, x = hp.checkpoint_wrapper(Codebook()), Context(), batch()
         loss = model(x).sum() + hp.checkpoint(Passing(), x, context).sum()
-        alive = [value for value in gc.get_objects() if type(value) is region_state.RegionState]
+        alive = [value for value in gc.get_objects() if type(value) is RegionState]
         references = [weakref.ref(value) for value in alive]
         assert len(references) == 2
         del alive, loss

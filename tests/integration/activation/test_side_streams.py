@@ -107,6 +107,6 @@ def test_a_replay_does_not_let_go_of_what_another_stream_goes_on_reading() -> No
             record.engine.launch_load(record)
             with _on(sim.timeline, reader):
                 record.engine.fetch(record, None)
-                record.engine.let_go(record)
+                record.engine.drop_after_replay(record)
             assert record.residency is stays
         del out, record

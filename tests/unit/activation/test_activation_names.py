@@ -16,6 +16,7 @@ import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy, errors
 from hyper_parallel.core.activation_checkpoint import policy
 from hyper_parallel.core.activation_checkpoint.residency import MOVES, Move, Residency, next_residency
+from hyper_parallel.fates import Fate
 
 CORE = "hyper_parallel.core.activation_checkpoint"
 DOORS = {
@@ -161,19 +162,23 @@ def test_a_list_saves_these_and_recomputes_the_rest(given: Any) -> None:
     assert made(None, "aten.add.Tensor") is CheckpointPolicy.PREFER_RECOMPUTE
 
 
+FATES = {"MUST_SAVE": "save", "PREFER_SAVE": "save", "MUST_RECOMPUTE": "recompute", "PREFER_RECOMPUTE": "recompute"}
+
+
 @pytest.mark.parametrize("answer", list(CheckpointPolicy))
-def test_our_own_answers_are_taken(answer: CheckpointPolicy) -> None:
-    assert policy.checked_answer(answer, "aten.mm.default", where="here") is answer
+def test_every_answer_of_an_op_policy_is_one_fate(answer: CheckpointPolicy) -> None:
+    fate = policy.fate_of_op(answer, "aten.mm.default", where="here")
+    assert fate.value == FATES.get(answer.name, "swap")
 
 
 def test_bools_are_taken_and_nothing_else() -> None:
-    assert policy.checked_answer(True, "op", where="here") is CheckpointPolicy.MUST_SAVE
-    assert policy.checked_answer(False, "op", where="here") is CheckpointPolicy.PREFER_RECOMPUTE
+    assert policy.fate_of_op(True, "op", where="here") is Fate.SAVE
+    assert policy.fate_of_op(False, "op", where="here") is Fate.RECOMPUTE
     for bad in (0, 1, 4, "MUST_SWAP", None):
         with pytest.raises(
             errors.PolicyError, match=r"here: the policy answered .* for op aten\.mm\.default; known answers"
         ):
-            policy.checked_answer(bad, "aten.mm.default", where="here")
+            policy.fate_of_op(bad, "aten.mm.default", where="here")
 
 
 # ---------------------------------------------------------------------- the table of moves

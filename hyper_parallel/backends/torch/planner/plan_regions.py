@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hyper_parallel.backends.torch.checkpointing import checkpoint, swap
-from hyper_parallel.backends.torch.first_step import foretell
+from hyper_parallel.backends.torch.first_step import set_predicted_peak
 from hyper_parallel.backends.torch.planner.blocks import BlockRef, fingerprint_of, refuse_wrapped, require_module
 from hyper_parallel.backends.torch.planner.compiled import refuse_compiled
 from hyper_parallel.backends.torch.planner.op_names import op_name, op_overload
@@ -54,7 +54,7 @@ class PlannedRegion:
         """Run the region; the count of ops begins anew with every call."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        foretell(self._predicted_peak_bytes)
+        set_predicted_peak(self._predicted_peak_bytes)
         if not self._is_replayed:
             return swap(function, *args, swap_config=self._settings, **kwargs)
         return checkpoint(

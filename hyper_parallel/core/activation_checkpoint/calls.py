@@ -1,0 +1,166 @@
+"""``checkpoint`` and ``swap``: one call of a region, from its arguments to its output. Written once for both frameworks.
+
+A :class:`Calls` is the pair of functions for one framework. What only a framework has (its own checkpoint function and that
+function's options) comes from its subclass in ``backends/<framework>/checkpointing.py``.
+
+How the values that a region does not keep are made again in backward is a :class:`Recomputation`. Today there is one way: the
+framework's checkpoint runs the user's Python a second time, under contexts that give it the state and the kept values of
+forward (:meth:`Calls.replay_contexts`). A recording of the ops will be a second way.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
+
+from hyper_parallel.config import SwapConfig
+from hyper_parallel.core.activation_checkpoint.adapter import TensorAdapter
+from hyper_parallel.core.activation_checkpoint.contexts import Nested
+from hyper_parallel.core.activation_checkpoint.first_step import watch_first_step
+from hyper_parallel.core.activation_checkpoint.flat_inputs import RegionCall
+from hyper_parallel.core.activation_checkpoint.policy import TensorPolicy
+from hyper_parallel.core.activation_checkpoint.record import Position
+from hyper_parallel.core.activation_checkpoint.swap import SwapManager
+from hyper_parallel.errors import PolicyError
+
+__all__ = ["Calls", "CheckpointCall", "ContextPair", "Recomputation", "noop_context_fn"]
+
+ContextPair = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
+
+
+def noop_context_fn() -> ContextPair:
+    """A pair of contexts that do nothing."""
+    return contextlib.nullcontext(), contextlib.nullcontext()
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class CheckpointCall:
+    """One call of :meth:`Calls.checkpoint`: the region, laid out flat, and what was asked for."""
+
+    where: str
+    region: RegionCall
+    position: Position  # of every value of the region: they are wanted when the replay begins
+    policy_fn: Any
+    context_fn: Callable[[], ContextPair] | None
+    early_stop: bool
+    swap_config: SwapConfig | None
+    swaps_inputs: bool
+    keeps_random_state: bool
+    options: dict[str, Any]  # of the framework's own checkpoint
+
+
+class Recomputation(Protocol):
+    """A way to run a region so that backward can make again what the region does not keep."""
+
+    def __call__(self, call: CheckpointCall) -> Any:
+        """Run the region's forward; its output."""
+
+
+class Calls(abc.ABC):
+    """``checkpoint`` and ``swap`` of one framework."""
+
+    tensors: ClassVar[TensorAdapter]
+    hooks: ClassVar[Callable[..., contextlib.AbstractContextManager[Any]]]  # the class AsyncSaveOnCpu
+    module_word: ClassVar[str]  # what the framework calls a module
+    framework_keywords: ClassVar[frozenset[str]]  # of checkpoint(), which belong to the framework's own checkpoint
+
+    # ------------------------------------------------------------------ what a framework alone has
+
+    def packer_options(self, function: Any) -> dict[str, Any]:
+        """What the packer of this framework must be told about the function that is run under its hooks."""
+        return {}
+
+    @abc.abstractmethod
+    def take_random_state_option(self, options: dict[str, Any]) -> bool:
+        """Whether a replay shall draw the same random numbers."""
+
+    @abc.abstractmethod
+    def run_replayable(self, call: CheckpointCall) -> Any:
+        """The :class:`Recomputation` by the framework's own checkpoint, which runs the function again in backward."""
+
+    @abc.abstractmethod
+    def replay_pairs(self, call: CheckpointCall) -> list[Any]:
+        """The (forward, replay) pairs of contexts of one call that are ours, outermost first."""
+
+    def prepared(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Callable[..., Any]:
+        """The function that is run in place of ``function`` for this call."""
+        return function
+
+    # ------------------------------------------------------------------ the two functions
+
+    def checkpoint(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        swap_inputs: bool = False,
+        policy_fn: Any = None,
+        context_fn: Callable[[], ContextPair] | None = None,
+        early_stop: bool = True,
+        swap_config: SwapConfig | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """See ``hyper_parallel.checkpoint``."""
+        where = self._where("checkpoint", function)
+        options = {name: kwargs.pop(name) for name in self.framework_keywords & kwargs.keys()}
+        keeps_random_state = self.take_random_state_option(options)
+        prepared = self.prepared(function, args, kwargs)
+        if policy_fn is not None or swap_inputs:
+            self.tensors.refuse_capture(where)
+        call = CheckpointCall(
+            where=where,
+            region=RegionCall(where, prepared, args, kwargs, is_tensor=self.tensors.is_tensor, is_flat=swap_inputs),
+            position=Position(self.tensors.next_sequence()),
+            policy_fn=policy_fn,
+            context_fn=context_fn,
+            early_stop=early_stop,
+            swap_config=swap_config,
+            swaps_inputs=swap_inputs,
+            keeps_random_state=keeps_random_state,
+            options=options,
+        )
+        del args, kwargs, prepared  # the region's arguments are held by the call alone
+        recompute: Recomputation = self.run_replayable
+        if not swap_inputs:
+            return watch_first_step(recompute(call), self.tensors, is_recomputed=True)
+        with self.hooks(swap_config=swap_config, where=f"inputs of {where}", position=call.position):
+            output = recompute(call)
+        call.position.sequence = self.tensors.next_sequence()
+        SwapManager().trim_windows()
+        return watch_first_step(output, self.tensors, is_recomputed=True)
+
+    def swap(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        policy_fn: TensorPolicy | None = None,
+        swap_config: SwapConfig | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """See ``hyper_parallel.swap``."""
+        where = self._where("swap", function)
+        if policy_fn is not None and not callable(policy_fn):
+            raise PolicyError(f"{where}: the tensor policy must be a function of one tensor, got {policy_fn!r}")
+        with self.hooks(policy_fn, swap_config=swap_config, where=where, **self.packer_options(function)):
+            output = function(*args, **kwargs)
+        return watch_first_step(output, self.tensors, is_recomputed=False)
+
+    # ------------------------------------------------------------------ shared parts
+
+    def label_of(self, function: Any) -> str:
+        """The function or module as errors name it."""
+        label = self.tensors.module_label(getattr(function, "__self__", function))
+        return str(getattr(function, "__qualname__", type(function).__name__)) if label is None else label
+
+    def _where(self, name: str, function: Any) -> str:
+        if not callable(function):
+            raise TypeError(f"{name}: expected a {self.module_word} or a callable, got {function!r}")
+        return f"{name} of {self.label_of(function)}"
+
+    def replay_contexts(self, call: CheckpointCall) -> tuple[Nested, Nested]:
+        """The contexts of one call, for the framework's checkpoint: around forward, and around each replay."""
+        pairs: list[Any] = [] if call.context_fn is None else [call.context_fn()]
+        pairs += self.replay_pairs(call)
+        return Nested(*(pair[0] for pair in pairs)), Nested(*(pair[1] for pair in pairs))
