@@ -40,11 +40,11 @@ SURVIVE = {
         "hold: _launch_offload < launch_offload: offload #0": "a SwapTensor holds its own tensor until wait_offload"
     },
     "a_reader_on_another_stream (window 0, prefetch 0)": {
-        "wait: finish_load < _bring: compute for copy-1 #0": NO_READER,
+        "wait: finish_load < _make_readable: compute for copy-1 #0": NO_READER,
         "hold: _launch_offload < _queue: offload #0": AT_ONCE,
     },
     "a_reader_on_a_stream_that_never_saw_the_load (window 0, prefetch 0)": {
-        "wait: finish_load < _bring: compute for copy-1 #0": NO_READER,
+        "wait: finish_load < _make_readable: compute for copy-1 #0": NO_READER,
         "wait: _order_owner < __del__: compute for side #0": "the program has made the first stream wait for the second",
         "event: _order_owner < __del__: side #0": "the program has made the first stream wait for the second",
         "hold: _launch_offload < _queue: offload #0": AT_ONCE,

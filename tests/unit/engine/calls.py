@@ -79,19 +79,19 @@ class Task:
 
 
 def copy_out_before_change(engine: Engine, record: Record) -> bool:
-    return engine.settle(record)
+    return engine.finish_copy_before_write(record)
 
 
 def check_window(engine: Engine) -> None:
-    engine.relieve()
+    engine.trim_window()
 
 
 def begin_replay(engine: Engine, task: Task, *, is_near: bool = True) -> None:
-    engine.expect(task, is_near=is_near)
+    engine.start_prefetch(task, is_near=is_near)
 
 
 def drop_after_replay(engine: Engine, record: Record) -> None:
-    engine.let_go(record)
+    engine.drop_after_replay(record)
 
 
 def make_move(record: Record, move: Move) -> None:

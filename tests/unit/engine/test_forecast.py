@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hyper_parallel.core.activation_checkpoint.forecast import Forecast, everything_below, order_of_want
+from hyper_parallel.core.activation_checkpoint.forecast import Forecast, everything_below, prefetch_order
 from hyper_parallel.core.activation_checkpoint.record import Position, Record
 
 from .calls import UNIT, Schedule, tags
@@ -22,26 +22,26 @@ def everything(first: int, last: int) -> bool:
 
 def test_the_highest_sequence_is_wanted_first_and_then_the_lowest_index() -> None:
     records = saved(("a", 1, 0), ("b", 3, 1), ("c", 3, 0), ("d", 2, 0))
-    assert tags(order_of_want(records, everything)) == ["c", "b", "d", "a"]
+    assert tags(prefetch_order(records, everything)) == ["c", "b", "d", "a"]
 
 
 def test_what_cannot_be_reached_is_left_out() -> None:
     records = saved(("a", 1, 0), ("b", 2, 0), ("c", 3, 0))
-    assert tags(order_of_want(records, lambda first, last: first != 2)) == ["c", "a"]
+    assert tags(prefetch_order(records, lambda first, last: first != 2)) == ["c", "a"]
 
 
 def test_a_position_that_a_region_moved_is_reached_by_any_number_in_between() -> None:
     records = saved(("a", 1, 0), ("b", 4, 0))
     records[0].position.sequence = 6  # the region that made a ended at 6
     asked: list[tuple[int, int]] = []
-    assert tags(order_of_want(records, lambda first, last: asked.append((first, last)) is None)) == ["a", "b"]
+    assert tags(prefetch_order(records, lambda first, last: asked.append((first, last)) is None)) == ["a", "b"]
     assert asked == [(1, 6), (4, 4)]
 
 
 @pytest.mark.parametrize(("at", "reached"), [(0, []), (1, ["a"]), (2, ["b", "a"]), (9, ["c", "b", "a"])])
 def test_without_a_graph_everything_below_counts_as_reached(at: int, reached: list[str]) -> None:
     records = saved(("a", 1, 0), ("b", 2, 0), ("c", 3, 0))
-    assert tags(order_of_want(records, everything_below(Position(at)))) == reached
+    assert tags(prefetch_order(records, everything_below(Position(at)))) == reached
 
 
 def test_the_head_stays_until_it_is_dealt_with() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hyper_parallel.errors import PlanError
 from hyper_parallel.planner.planning import plan_memory
 from hyper_parallel.planner.simple_plans import RECOMPUTED, SWAPPED, SimplePlan, as_measured, simple_plan
-from hyper_parallel.planner.totals import forecast_of, op_totals
+from hyper_parallel.planner.totals import op_totals
 
 from .small import small_profile
 
@@ -47,7 +47,7 @@ def test_a_plan_of_another_model_is_refused() -> None:
 def test_a_measured_plan_predicts_what_was_measured_and_its_parts_add_up() -> None:
     profile = small_profile()
     plan = as_measured(simple_plan(profile, 10**6, SWAPPED), profile, peak_bytes=117, step_seconds=2.5)
-    forecast = forecast_of(plan)
-    assert (forecast.peak_bytes, forecast.step_seconds, forecast.budget_bytes) == (117, 2.5, 10**6)
-    assert dict(forecast.peak_parts) == {"base": 100, "activations": 17}
+    predicted = plan.predicted
+    assert (predicted.peak_bytes, predicted.step_seconds, plan.budget_bytes) == (117, 2.5, 10**6)
+    assert dict(predicted.peak_parts) == {"base": 100, "activations": 17}
     assert plan.notes == ("chosen because it was measured: 117 B, 2500.0 ms",)
