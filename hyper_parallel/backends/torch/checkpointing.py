@@ -19,10 +19,18 @@ import torch
 from hyper_parallel.backends.torch.region_state import RegionState
 from hyper_parallel.backends.torch.saved_tensors import AsyncSaveOnCpu, unpack
 from hyper_parallel.backends.torch.selective import create_selective_checkpoint_contexts
+from hyper_parallel.backends.torch.tape import region_for, why_no_tape
 from hyper_parallel.backends.torch.tensor_adapter import TENSORS
 from hyper_parallel.backends.torch.transformers_cache import with_own_cache
-from hyper_parallel.core.activation_checkpoint.calls import Calls, CheckpointCall, ContextPair, noop_context_fn
+from hyper_parallel.core.activation_checkpoint.calls import (
+    Calls,
+    CheckpointCall,
+    ContextPair,
+    Recomputation,
+    noop_context_fn,
+)
 from hyper_parallel.core.activation_checkpoint.contexts import Nested
+from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.platform.eager import EAGER_REASON
 from hyper_parallel.platform.torch import compat
 
@@ -54,6 +62,18 @@ class TorchCalls(Calls):
     def prepared(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Callable[..., Any]:
         """See the base class."""
         return with_own_cache(function, args, kwargs)
+
+    def recorded(
+        self, where: str, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], asked: dict[str, Any]
+    ) -> Recomputation | None:
+        """See the base class."""
+        if not torch.is_grad_enabled():
+            return None
+        reason = why_no_tape(function, asked)
+        if reason is not None:
+            SwapManager().counters.add_to("regions_from_python", reason)
+            return None
+        return functools.partial(region_for(function).run, where, function, args, kwargs)
 
     def run_replayable(self, call: CheckpointCall) -> Any:
         """See the base class. Without gradients nothing is replayed.

@@ -3,9 +3,9 @@
 A :class:`Calls` is the pair of functions for one framework. What only a framework has (its own checkpoint function and that
 function's options) comes from its subclass in ``backends/<framework>/checkpointing.py``.
 
-How the values that a region does not keep are made again in backward is a :class:`Recomputation`. Today there is one way: the
+How the values that a region does not keep are made again in backward is a :class:`Recomputation`. There are two ways. The
 framework's checkpoint runs the user's Python a second time, under contexts that give it the state and the kept values of
-forward (:meth:`Calls.replay_contexts`). A recording of the ops will be a second way.
+forward (:meth:`Calls.replay_contexts`). A recording of the ops runs only those that backward needs (:meth:`Calls.recorded`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import functools
+import threading
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
@@ -26,7 +28,7 @@ from hyper_parallel.core.activation_checkpoint.record import Position
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import PolicyError
 
-__all__ = ["Calls", "CheckpointCall", "ContextPair", "Recomputation", "noop_context_fn"]
+__all__ = ["Calls", "CheckpointCall", "ContextPair", "Recomputation", "is_in_replayed_region", "noop_context_fn"]
 
 ContextPair = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 
@@ -55,8 +57,32 @@ class CheckpointCall:
 class Recomputation(Protocol):
     """A way to run a region so that backward can make again what the region does not keep."""
 
-    def __call__(self, call: CheckpointCall) -> Any:
+    def __call__(self) -> Any:
         """Run the region's forward; its output."""
+
+
+class _ThisThread(threading.local):
+    """How many regions this thread is in whose Python runs again in backward."""
+
+    replayed_depth = 0
+
+
+_THIS_THREAD = _ThisThread()
+
+
+class _Replayed:
+    """Around the forward and around each replay of a region whose Python runs again."""
+
+    def __enter__(self) -> None:
+        _THIS_THREAD.replayed_depth += 1
+
+    def __exit__(self, *exc: object) -> None:
+        _THIS_THREAD.replayed_depth -= 1
+
+
+def is_in_replayed_region() -> bool:
+    """Whether the Python that runs now belongs to a region that runs it again in backward."""
+    return _THIS_THREAD.replayed_depth > 0
 
 
 class Calls(abc.ABC):
@@ -85,6 +111,15 @@ class Calls(abc.ABC):
     def replay_pairs(self, call: CheckpointCall) -> list[Any]:
         """The (forward, replay) pairs of contexts of one call that are ours, outermost first."""
 
+    def recorded(
+        self, where: str, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], asked: dict[str, Any]
+    ) -> Recomputation | None:
+        """The :class:`Recomputation` by a recording of the ops; None where the function must run again in backward.
+
+        ``asked`` has what the caller asked of this checkpoint by keyword.
+        """
+        return None
+
     def prepared(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Callable[..., Any]:
         """The function that is run in place of ``function`` for this call."""
         return function
@@ -105,29 +140,34 @@ class Calls(abc.ABC):
         """See ``hyper_parallel.checkpoint``."""
         where = self._where("checkpoint", function)
         options = {name: kwargs.pop(name) for name in self.framework_keywords & kwargs.keys()}
-        keeps_random_state = self.take_random_state_option(options)
-        prepared = self.prepared(function, args, kwargs)
         if policy_fn is not None or swap_inputs:
             self.tensors.refuse_capture(where)
-        call = CheckpointCall(
-            where=where,
-            region=RegionCall(where, prepared, args, kwargs, is_tensor=self.tensors.is_tensor, is_flat=swap_inputs),
-            position=Position(self.tensors.next_sequence()),
-            policy_fn=policy_fn,
-            context_fn=context_fn,
-            early_stop=early_stop,
-            swap_config=swap_config,
-            swaps_inputs=swap_inputs,
-            keeps_random_state=keeps_random_state,
-            options=options,
-        )
-        del args, kwargs, prepared  # the region's arguments are held by the call alone
-        recompute: Recomputation = self.run_replayable
+        position = Position(self.tensors.next_sequence())
+        asked = {"policy_fn": policy_fn, "context_fn": context_fn, **options}
+        run = self.recorded(where, function, args, kwargs, asked)
+        if run is None:
+            keeps_random_state = self.take_random_state_option(options)
+            prepared = self.prepared(function, args, kwargs)
+            call = CheckpointCall(
+                where=where,
+                region=RegionCall(where, prepared, args, kwargs, is_tensor=self.tensors.is_tensor, is_flat=swap_inputs),
+                position=position,
+                policy_fn=policy_fn,
+                context_fn=context_fn,
+                early_stop=early_stop,
+                swap_config=swap_config,
+                swaps_inputs=swap_inputs,
+                keeps_random_state=keeps_random_state,
+                options=options,
+            )
+            run = functools.partial(self.run_replayable, call)
+            del prepared
+        del args, kwargs  # what runs the region holds its arguments
         if not swap_inputs:
-            return watch_first_step(recompute(call), self.tensors, is_recomputed=True)
-        with self.hooks(swap_config=swap_config, where=f"inputs of {where}", position=call.position):
-            output = recompute(call)
-        call.position.sequence = self.tensors.next_sequence()
+            return watch_first_step(run(), self.tensors, is_recomputed=True)
+        with self.hooks(swap_config=swap_config, where=f"inputs of {where}", position=position):
+            output = run()
+        position.sequence = self.tensors.next_sequence()
         SwapManager().trim_windows()
         return watch_first_step(output, self.tensors, is_recomputed=True)
 
@@ -163,4 +203,5 @@ class Calls(abc.ABC):
         """The contexts of one call, for the framework's checkpoint: around forward, and around each replay."""
         pairs: list[Any] = [] if call.context_fn is None else [call.context_fn()]
         pairs += self.replay_pairs(call)
+        pairs.append((_Replayed(), _Replayed()))
         return Nested(*(pair[0] for pair in pairs)), Nested(*(pair[1] for pair in pairs))

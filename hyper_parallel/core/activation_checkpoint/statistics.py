@@ -46,6 +46,8 @@ class SwapStats:
     kept_count: Mapping[str, int]
     replayed_ops: Mapping[str, int]
     overruled: Mapping[str, int]
+    regions_from_tape: int
+    regions_from_python: Mapping[str, int]
     bytes_by_tag: Mapping[str, int]
     hidden_copy_us: float
     exposed_copy_us: float
@@ -87,6 +89,8 @@ class Counters:
         self.kept_count: Counter[str] = Counter()
         self.replayed_ops: Counter[str] = Counter()
         self.overruled: Counter[str] = Counter()
+        self.regions_from_tape = 0
+        self.regions_from_python: Counter[str] = Counter()
         self.bytes_by_tag: Counter[str] = Counter()
         self.copy_us = 0.0
         self.exposed_copy_us = 0.0
@@ -142,6 +146,8 @@ class Counters:
                 kept_count=_frozen(self.kept_count),
                 replayed_ops=_frozen(self.replayed_ops),
                 overruled=_frozen(self.overruled),
+                regions_from_tape=self.regions_from_tape,
+                regions_from_python=_frozen(self.regions_from_python),
                 bytes_by_tag=_frozen(self.bytes_by_tag),
             )
 

@@ -1,0 +1,152 @@
+"""The native recorder: a C++ extension that is built once for each torch and Python, and loaded from a cache.
+
+Everything works without it. ``load()`` answers None where it is switched off or cannot be built, and ``why_not()`` says why.
+``HYPER_PARALLEL_NATIVE=1`` switches it on, ``HYPER_PARALLEL_NATIVE_CACHE`` names another folder for what is built.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import importlib.machinery
+import importlib.util
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["is_wanted", "load", "why_not"]
+
+_LOG = logging.getLogger("hyper_parallel")
+_SOURCES = Path(__file__).parent
+_NAME = "_hyper_parallel_tape"
+_FLAGS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
+_LIBRARIES = ("torch", "torch_cpu", "c10", "torch_python")
+_BUILD_TIMEOUT_S = 1800  # a build takes one minute on an idle core
+
+
+class _CannotBuildError(Exception):
+    """Why there is no native recorder on this machine."""
+
+
+def is_wanted() -> bool:
+    """Whether the environment asks for the native recorder."""
+    return os.environ.get("HYPER_PARALLEL_NATIVE", "0") not in ("", "0")
+
+
+def load() -> Any | None:  # the extension module
+    """The native recorder; None where it is switched off or not to be had (see :func:`why_not`)."""
+    return _loaded()[0] if is_wanted() else None
+
+
+def why_not() -> str | None:
+    """Why :func:`load` answers None; None when it does not."""
+    if not is_wanted():
+        return "it is switched off (set HYPER_PARALLEL_NATIVE=1)"
+    return _loaded()[1]
+
+
+@functools.cache
+def _loaded() -> tuple[Any | None, str | None]:
+    try:
+        module = _import(_built())
+    except _CannotBuildError as error:
+        _LOG.warning(
+            "hyper_parallel: recomputed regions run Python again, because the native recorder is missing: %s", error
+        )
+        return None, str(error)
+    return module, None
+
+
+def _import(path: Path) -> Any:
+    loader = importlib.machinery.ExtensionFileLoader(_NAME, str(path))
+    spec = importlib.util.spec_from_file_location(_NAME, path, loader=loader)
+    assert spec is not None, "a loader was given"
+    try:
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except ImportError as error:
+        raise _CannotBuildError(
+            f"what was built for this torch does not load ({error}); delete {path.parent}"
+        ) from error
+    return module
+
+
+def _built() -> Path:
+    """The extension's file, which is built if the cache has none for this torch, Python and source."""
+    if sysconfig.get_config_var("Py_GIL_DISABLED"):
+        raise _CannotBuildError("this is a free-threaded Python, for which it was not written")
+    folder = _cache_folder() / _key()
+    target = folder / f"{_NAME}.so"
+    if target.exists():
+        return target
+    compiler = shutil.which(os.environ.get("CXX", "")) or shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        raise _CannotBuildError("there is no C++ compiler (install g++, or name one with CXX)")
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.exists():
+        raise _CannotBuildError(f"Python's headers are missing ({header}); install python3-dev")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of this user wait for the one that builds
+            if not target.exists():
+                _compile(compiler, target)
+    except OSError as error:
+        raise _CannotBuildError(f"the cache folder {folder} cannot be used ({error})") from error
+    return target
+
+
+def _cache_folder() -> Path:
+    named = os.environ.get("HYPER_PARALLEL_NATIVE_CACHE")
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hyper_parallel" / "native"
+
+
+def _key() -> str:
+    """Names what an extension depends on: the source, torch, Python, the machine, the flags."""
+    parts = [torch.__version__, str(torch.version.cuda), str(torch.version.hip), sys.implementation.cache_tag or ""]
+    parts += [platform.machine(), *_FLAGS, str(torch._C._GLIBCXX_USE_CXX11_ABI)]
+    digest = hashlib.sha256("\0".join(parts).encode())
+    for source in sorted([*_SOURCES.glob("*.h"), *_SOURCES.glob("*.cpp")]):
+        digest.update(source.read_bytes())
+    return f"torch-{torch.__version__}-{sys.implementation.cache_tag}-{digest.hexdigest()[:16]}"
+
+
+def _compile(compiler: str, target: Path) -> None:
+    print(
+        f"hyper_parallel: building the native recorder for torch {torch.__version__} (once, about a minute) ...",
+        file=sys.stderr,
+        flush=True,
+    )
+    home = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder) / target.name
+        command = [compiler, *_FLAGS, f"-DTORCH_EXTENSION_NAME={_NAME}"]
+        command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
+        command += [
+            f"-I{home / 'include'}",
+            f"-I{home / 'include/torch/csrc/api/include'}",
+            f"-I{sysconfig.get_path('include')}",
+        ]
+        command += [str(_SOURCES / "extension.cpp"), "-o", str(made)]
+        command += [f"-L{home / 'lib'}", *(f"-l{name}" for name in _LIBRARIES), f"-Wl,-rpath,{home / 'lib'}"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise _CannotBuildError(f"{compiler} did not finish ({error})") from error
+        if done.returncode != 0:
+            (target.parent / "build.log").write_text(done.stdout + done.stderr)
+            raise _CannotBuildError(f"{compiler} failed; what it said is in {target.parent / 'build.log'}")
+        os.replace(made, target)
+    print("hyper_parallel: the native recorder is built.", file=sys.stderr, flush=True)

@@ -1,0 +1,165 @@
+// The Python side of the recorder: a boxed fallback that sees every op of an open region, and the two saved-tensor hooks.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+
+#include "replay.h"
+
+namespace hyper_parallel {
+namespace {
+
+namespace py = pybind11;
+
+// The regions that are open on this thread, the innermost last.
+thread_local std::vector<std::shared_ptr<Tape>> open_tapes;
+
+PyObject* make_changed_error = nullptr;  // (where, what, storage, version, now) -> an exception
+
+void record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  c10::impl::ExcludeDispatchKeyGuard unseen(kRecorderKey);
+  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kRecorderKey);
+  OpFacts scratch;
+  // Code that hides its ops from dispatch modes hides them from tapes too: our own copies, torch's `tensor(data)`.
+  if (open_tapes.empty() || c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python)) {
+    op.redispatchBoxed(below, stack);
+    return;
+  }
+  const OpFacts& facts = facts_of(op, scratch);
+  if (facts.kind == OpKind::kUnrecorded) {
+    op.redispatchBoxed(below, stack);
+    return;
+  }
+  const size_t arguments = facts.kind == OpKind::kRefused && !op.hasSchema() ? 0 : op.schema().arguments().size();
+  c10::SmallVector<Tape::Draft, 1> drafts;
+  for (const auto& tape : open_tapes) {
+    Tape::Draft draft;
+    auto lock = locked(tape->mutex());
+    if (!tape->begin(op, facts, *stack, arguments, draft)) continue;
+    draft.tape = tape;
+    drafts.push_back(std::move(draft));
+  }
+  op.redispatchBoxed(below, stack);
+  const size_t results = op.hasSchema() ? op.schema().returns().size() : 0;
+  for (auto& draft : drafts) {
+    auto lock = locked(draft.tape->mutex());
+    draft.tape->end(draft, *stack, results);
+  }
+}
+
+// What autograd holds in place of a tensor.
+struct Packed {
+  std::shared_ptr<Tape> tape;
+  int handle;
+};
+
+constexpr const char* kPackedName = "hyper_parallel.packed";
+constexpr const char* kTapeName = "hyper_parallel.tape";
+
+void drop_packed(PyObject* capsule) {
+  auto* packed = static_cast<Packed*>(PyCapsule_GetPointer(capsule, kPackedName));
+  packed->tape->release(packed->handle);
+  delete packed;
+}
+
+PyObject* pack(PyObject* self, PyObject* argument) {
+  HANDLE_TH_ERRORS
+  auto& tape = *static_cast<std::shared_ptr<Tape>*>(PyCapsule_GetPointer(self, kTapeName));
+  const int handle = tape->pack(THPVariable_Unpack(argument));
+  return PyCapsule_New(new Packed{tape, handle}, kPackedName, drop_packed);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* unpack(PyObject*, PyObject* argument) {
+  HANDLE_TH_ERRORS
+  auto* packed = static_cast<Packed*>(PyCapsule_GetPointer(argument, kPackedName));
+  if (packed == nullptr) return nullptr;
+  at::Tensor value;
+  try {
+    WithoutGil released;
+    value = packed->tape->unpack(packed->handle);
+  } catch (const ChangedInPlace& error) {
+    PyObject* exception = PyObject_CallFunction(
+        make_changed_error, "ssnLL", error.where.c_str(), error.what_changed.c_str(),
+        reinterpret_cast<Py_ssize_t>(error.storage), static_cast<long long>(error.version), static_cast<long long>(error.now));
+    if (exception == nullptr) return nullptr;
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception)), exception);
+    Py_DECREF(exception);
+    return nullptr;
+  }
+  return THPVariable_Wrap(value);
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef pack_method = {"pack", pack, METH_O, "The pack hook of one region."};
+PyMethodDef unpack_method = {"unpack", unpack, METH_O, "The unpack hook of every region."};
+
+void drop_tape(PyObject* capsule) {
+  delete static_cast<std::shared_ptr<Tape>*>(PyCapsule_GetPointer(capsule, kTapeName));
+}
+
+py::object pack_hook_of(const std::shared_ptr<Tape>& tape) {
+  auto self = py::reinterpret_steal<py::object>(PyCapsule_New(new std::shared_ptr<Tape>(tape), kTapeName, drop_tape));
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&pack_method, self.ptr()));
+}
+
+void open_tape(const std::shared_ptr<Tape>& tape) {
+  open_tapes.push_back(tape);
+  c10::impl::tls_set_dispatch_key_included(kRecorderKey, true);
+}
+
+void leave_tape() {
+  open_tapes.pop_back();
+  if (open_tapes.empty()) c10::impl::tls_set_dispatch_key_included(kRecorderKey, false);
+}
+
+}  // namespace
+}  // namespace hyper_parallel
+
+TORCH_LIBRARY_IMPL(_, Fake, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&hyper_parallel::record>());
+}
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  using namespace hyper_parallel;
+  py::class_<Belief, std::shared_ptr<Belief>>(module, "Belief")
+      .def(py::init<>())
+      .def("__len__", [](Belief& belief) { return belief.get()->size(); });
+  py::class_<Tape, std::shared_ptr<Tape>>(module, "Tape")
+      .def(
+          py::init([](std::string where, std::shared_ptr<Belief> belief, size_t copied_before_write, size_t steering_output) {
+            return std::make_shared<Tape>(
+                std::move(where), std::move(belief), Limits{copied_before_write, steering_output});
+          }),
+          py::arg("where"), py::arg("belief"), py::arg("copied_before_write_bytes"), py::arg("steering_output_bytes"))
+      .def("pack_hook", &pack_hook_of)
+      .def("open", &open_tape)
+      .def("close", &Tape::close)
+      .def(
+          "show_held",
+          [](Tape& tape, py::object pack, py::object unpack) {
+            tape.show_held(pack.is_none() ? nullptr : pack.ptr(), unpack.is_none() ? nullptr : unpack.ptr());
+          })
+      .def("copy_held", &Tape::copy_held)
+      .def("prove", &Tape::prove, py::call_guard<py::gil_scoped_release>())
+      .def("stop", &Tape::stop)
+      .def_property_readonly("is_proven", &Tape::is_proven)
+      .def_property_readonly("reason", &Tape::reason)
+      .def_property_readonly("op_count", &Tape::op_count)
+      .def_property_readonly("handle_count", &Tape::handle_count)
+      .def_property_readonly("kept_bytes", &Tape::kept_bytes)
+      .def_property_readonly("held_count", &Tape::held_count);
+  module.def("leave", &leave_tape, "Take the innermost open tape off this thread.");
+  module.def("depth", [] { return open_tapes.size(); });
+  module.def("set_changed_error", [](py::object make) { make_changed_error = make.release().ptr(); });
+  module.def("counters", [] {
+    py::dict all;
+    all["recorded_ops"] = counters().recorded_ops.load();
+    all["replayed_ops"] = counters().replayed_ops.load();
+    all["replays"] = counters().replays.load();
+    return all;
+  });
+  module.attr("unpack") = py::reinterpret_steal<py::object>(PyCFunction_New(&unpack_method, nullptr));
+}

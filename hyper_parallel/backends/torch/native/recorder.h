@@ -1,0 +1,450 @@
+// The recorder: what happens at every op of an open region, and when autograd packs a value.
+#pragma once
+
+#include <ATen/Context.h>
+#include <ATen/Functions.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <cstring>
+#include <typeinfo>
+
+#include "guards.h"
+#include "tape.h"
+
+namespace hyper_parallel {
+
+inline Counters& counters() {
+  static auto* all = new Counters();  // never destroyed: engine threads may outlive static objects
+  return *all;
+}
+
+inline size_t mix(size_t seed, size_t value) {
+  return seed ^ (value + 0x9e3779b97f4a7c15ULL + (seed << 6) + (seed >> 2));
+}
+
+// -- Views ---------------------------------------------------------------------------------------------------------------
+
+inline View View::of(const at::Tensor& tensor) {
+  const auto* impl = tensor.unsafeGetTensorImpl();
+  View view;
+  view.sizes.assign(impl->sizes().begin(), impl->sizes().end());
+  view.strides.assign(impl->strides().begin(), impl->strides().end());
+  view.offset = impl->storage_offset();
+  view.dtype = impl->dtype();
+  view.keys = impl->key_set();
+  view.is_wrapped_number = impl->is_wrapped_number();
+  return view;
+}
+
+inline at::Tensor View::over(c10::Storage storage) const {
+  auto impl = c10::make_intrusive<c10::TensorImpl>(std::move(storage), keys, dtype);
+  impl->set_sizes_and_strides(sizes, strides);
+  impl->set_storage_offset(offset);
+  if (is_wrapped_number) impl->set_wrapped_number(true);
+  return at::Tensor(std::move(impl));
+}
+
+inline at::Tensor View::bits(c10::Storage storage) const {
+  View raw = *this;
+  raw.keys = keys.remove(c10::DispatchKey::Conjugate).remove(c10::DispatchKey::Negative);
+  size_t itemsize = dtype.itemsize();
+  if (itemsize == 16) {  // a complex of doubles: two integers each
+    for (auto& stride : raw.strides) stride *= 2;
+    raw.sizes.push_back(2);
+    raw.strides.push_back(1);
+    raw.offset *= 2;
+    itemsize = 8;
+  }
+  raw.dtype = c10::scalarTypeToTypeMeta(
+      itemsize == 1 ? at::kByte : itemsize == 2 ? at::kShort : itemsize == 4 ? at::kInt : at::kLong);
+  raw.is_wrapped_number = false;
+  return raw.over(std::move(storage));
+}
+
+inline bool View::operator==(const View& other) const {
+  return offset == other.offset && dtype == other.dtype && keys == other.keys && sizes == other.sizes &&
+      strides == other.strides && is_wrapped_number == other.is_wrapped_number;
+}
+
+// -- Facts about tensors -------------------------------------------------------------------------------------------------
+
+// Why a tensor cannot be described by a storage and a view; null when it can.
+inline const char* why_not_plain(const at::Tensor& tensor) {
+  const auto* impl = tensor.unsafeGetTensorImpl();
+  const auto keys = impl->key_set();
+  if (keys.has(c10::DispatchKey::Python)) return "a tensor subclass";
+  if (tensor.layout() != at::kStrided) return "a tensor that is not strided";
+  if (keys.has(c10::DispatchKey::ZeroTensor)) return "a tensor without memory";
+  if (tensor.is_nested()) return "a nested tensor";
+  if (!impl->has_storage() || !impl->storage()) return "a tensor without a storage";
+  if (tensor.is_quantized()) return "a quantized tensor";
+  if (impl->has_symbolic_sizes_strides()) return "a tensor with symbolic sizes";
+  if (tensor.is_meta()) return "a tensor without memory";
+  return nullptr;
+}
+
+inline bool counts_versions(const at::Tensor& tensor) { return !tensor.is_inference(); }
+
+// A second tensor over the same bytes and with the same version counter, without a graph.
+inline at::Tensor alias_of(const at::Tensor& tensor) {
+  const auto* impl = tensor.unsafeGetTensorImpl();
+  return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/false));
+}
+
+inline c10::Storage copy_of(const c10::Storage& storage) {
+  Unseen unseen;
+  const auto nbytes = static_cast<int64_t>(storage.nbytes());
+  auto options = at::TensorOptions().dtype(at::kByte).device(storage.device());
+  at::Tensor flat = at::empty({0}, options);
+  flat.set_(storage, 0, {nbytes}, {1});
+  return flat.clone().storage();
+}
+
+// Whether a Python autograd.Function returned it: kernels that the dispatcher does not see may have filled it.
+inline bool is_from_python_function(const at::Tensor& tensor) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  if (meta == nullptr || !meta->grad_fn_) return false;
+  // Torch does not export the type, so its name is compared, and its address remembered.
+  static std::atomic<const std::type_info*> python_node{nullptr};
+  const auto& node = *meta->grad_fn_;
+  const std::type_info& type = typeid(node);
+  if (&type == python_node.load(std::memory_order_relaxed)) return true;
+  if (std::strcmp(type.name(), "N5torch8autograd6PyNodeE") != 0) return false;
+  python_node.store(&type, std::memory_order_relaxed);
+  return true;
+}
+
+template <typename Visit>
+void for_each_tensor(const c10::IValue& value, Visit visit) {
+  if (value.isTensor()) {
+    if (value.toTensor().defined()) visit(value.toTensor());
+  } else if (value.isTensorList()) {
+    for (const at::Tensor& tensor : value.toTensorVector()) {
+      if (tensor.defined()) visit(tensor);
+    }
+  } else if (value.isOptionalTensorList()) {
+    const auto list = value.toOptionalTensorVector();
+    for (const auto& tensor : list) {
+      if (tensor.has_value() && tensor->defined()) visit(*tensor);
+    }
+  }
+}
+
+// -- Slots ---------------------------------------------------------------------------------------------------------------
+
+inline Settings Settings::now() {
+  const auto& context = at::globalContext();
+  return {c10::get_default_dtype(), context.deterministicAlgorithms(), context.deterministicAlgorithmsWarnOnly(),
+          context.deterministicCuDNN(), context.benchmarkCuDNN(), context.userEnabledMkldnn()};
+}
+
+inline void Settings::apply() const {
+  auto& context = at::globalContext();
+  c10::set_default_dtype(default_dtype);
+  context.setDeterministicAlgorithms(deterministic, deterministic_warns);
+  context.setDeterministicCuDNN(deterministic_cudnn);
+  context.setBenchmarkCuDNN(benchmark_cudnn);
+  context.setUserEnabledMkldnn(mkldnn);
+}
+
+inline bool Settings::operator==(const Settings& other) const {
+  return default_dtype == other.default_dtype && deterministic == other.deterministic &&
+      deterministic_warns == other.deterministic_warns && deterministic_cudnn == other.deterministic_cudnn &&
+      benchmark_cudnn == other.benchmark_cudnn && mkldnn == other.mkldnn;
+}
+
+inline Tape::Tape(std::string where, std::shared_ptr<Belief> belief, Limits limits)
+    : where_(std::move(where)),
+      belief_(std::move(belief)),
+      proven_(belief_->get()),
+      limits_(limits),
+      settings_(std::make_shared<const Settings>(Settings::now())) {}
+
+inline void Tape::stop(std::string reason) {
+  if (reason_.empty()) reason_ = std::move(reason);
+}
+
+// The slot of a tensor's storage. A storage that is not known is outside: the tensor is held.
+inline int Tape::find_or_hold(const at::Tensor& tensor, const View& view, int& held) {
+  const auto& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
+  const auto* key = storage.unsafeGetStorageImpl();
+  auto found = slot_by_storage_.find(key);
+  int index = found == slot_by_storage_.end() ? kNone : found->second;
+  if (index == kNone) {
+    index = static_cast<int>(slots_.size());
+    slots_.emplace_back();
+    Slot& slot = slots_.back();
+    slot.storage = storage.getWeakStorageImpl();
+    slot.nbytes = storage.nbytes();
+    slot.origin = 1;
+    slot_by_storage_.emplace(key, index);
+  }
+  Slot& slot = slots_[index];
+  held = kNone;
+  if (slot.is_created || slot.kept_version != kNone) return index;
+  for (size_t at = 0; at < slot.held.size(); ++at) {
+    if (slot.held[at].view == view) {
+      held = static_cast<int>(at);
+      return index;
+    }
+  }
+  held = static_cast<int>(slot.held.size());
+  slot.held.emplace_back();
+  Held& entry = slot.held.back();
+  entry.view = view;
+  entry.original = tensor;
+  entry.alias = alias_of(tensor);
+  entry.storage = key;
+  if (counts_versions(tensor)) {
+    entry.counter = tensor.unsafeGetTensorImpl()->version_counter();
+    entry.version = entry.counter.current_version();
+  }
+  return index;
+}
+
+// Keep a created slot's bytes from here on: what is there now is what its readers read.
+inline void Tape::keep_alive(Slot& slot, const at::Tensor& tensor) {
+  if (slot.kept_version != kNone) return;
+  slot.kept = tensor.unsafeGetTensorImpl()->unsafe_storage();
+  slot.owns_kept = false;
+  slot.kept_version = slot.writes;
+}
+
+// Before a recorded op changes a storage: what is kept of it must not change with it.
+inline bool Tape::before_write(Slot& slot) {
+  if (slot.is_created) {
+    if (slot.kept_version != kNone && !slot.owns_kept) {
+      slot.kept = copy_of(slot.kept);
+      slot.owns_kept = true;
+    }
+    return true;
+  }
+  if (slot.kept_version != kNone) return true;  // copied before an earlier write
+  if (copied_bytes_ + slot.nbytes > limits_.copied_before_write) {
+    stop("it changes a tensor of " + std::to_string(slot.nbytes) + " bytes that was made outside the region");
+    return false;
+  }
+  auto strong = slot.storage.lock();
+  TORCH_INTERNAL_ASSERT(strong, "a storage that an op is given lives");
+  slot.kept = copy_of(c10::Storage(std::move(strong)));
+  slot.owns_kept = true;
+  slot.kept_version = 0;
+  copied_bytes_ += slot.nbytes;
+  slot.held.clear();
+  return true;
+}
+
+inline bool Tape::refer(const at::Tensor& tensor, bool is_overwritten, Ref& ref) {
+  if (const char* reason = why_not_plain(tensor)) {
+    stop(std::string("it uses ") + reason);
+    return false;
+  }
+  ref.view = View::of(tensor);
+  ref.slot = find_or_hold(tensor, ref.view, ref.held);
+  Slot& slot = slots_[ref.slot];
+  ref.version = slot.writes;
+  if (slot.is_created && slot.kept_version == kNone && !is_overwritten) {
+    if ((slot.is_unset && tensor.numel() > 0) || is_from_python_function(tensor)) keep_alive(slot, tensor);
+  }
+  return true;
+}
+
+// -- Ops -----------------------------------------------------------------------------------------------------------------
+
+inline bool note_draws(const torch::jit::Stack& stack, size_t count, std::vector<std::pair<at::Generator, at::Tensor>>& draws) {
+  at::Generator generator;
+  c10::optional<c10::Device> device;
+  for (size_t at = stack.size() - count; at < stack.size(); ++at) {
+    const auto& value = stack[at];
+    if (value.isGenerator()) generator = value.toGenerator();
+    if (value.isDevice() && !device) device = value.toDevice();
+    for_each_tensor(value, [&](const at::Tensor& tensor) {
+      if (!device) device = tensor.device();
+    });
+  }
+  Unseen unseen;
+  if (!generator.defined()) {
+    c10::Device on = device.value_or(c10::Device(c10::kCPU));
+    if (on.type() != c10::kCPU && !on.has_index()) {
+      on = c10::impl::VirtualGuardImpl(on.type()).getDevice();
+    }
+    generator = at::globalContext().defaultGenerator(on);
+  }
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  draws.emplace_back(generator, generator.get_state());
+  return true;
+}
+
+inline bool Tape::begin(
+    const c10::OperatorHandle& op, const OpFacts& facts, const torch::jit::Stack& stack, size_t count, Draft& draft) {
+  if (!is_open_ || is_replaying || !reason_.empty()) return false;
+  if (facts.kind == OpKind::kRefused) {
+    stop(std::string("it runs ") + facts.reason + " (" + op.operator_name().name + ")");
+    return false;
+  }
+  draft.facts = &facts;
+  draft.handle = op;
+  draft.hash = facts.hash;
+  auto is_written = [&](size_t at) {
+    for (auto position : facts.writes) {
+      if (position == at) return true;
+    }
+    return false;
+  };
+  const size_t base = stack.size() - count;
+  bool hides_writes = !facts.hidden_writes.empty();
+  if (hides_writes && facts.training_flag >= 0 && static_cast<size_t>(facts.training_flag) < count) {
+    const auto& flag = stack[base + facts.training_flag];
+    hides_writes = !flag.isBool() || flag.toBool();
+  }
+  auto is_hidden_write = [&](size_t at) {
+    if (!hides_writes) return false;
+    for (auto position : facts.hidden_writes) {
+      if (position == at) return true;
+    }
+    return false;
+  };
+  draft.arguments.reserve(count);
+  for (size_t at = 0; at < count; ++at) {
+    const auto& value = stack[base + at];
+    draft.arguments.emplace_back();
+    Argument& argument = draft.arguments.back();
+    const bool writes = is_written(at) || is_hidden_write(at);
+    auto add = [&](const at::Tensor& tensor) {
+      draft.refs.emplace_back();
+      Ref& ref = draft.refs.back();
+      if (!tensor.defined()) return true;
+      if (!refer(tensor, writes && facts.overwrites, ref)) return false;
+      const Slot& slot = slots_[ref.slot];
+      draft.hash = mix(draft.hash, mix(slot.origin, ref.version > 0 ? 2 : 1));
+      draft.read.push_back(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+      if (writes) draft.written.emplace_back(ref.slot, tensor);
+      return true;
+    };
+    argument.first = static_cast<int>(draft.refs.size());
+    bool is_fine = true;
+    if (value.isTensor() && value.toTensor().defined()) {
+      argument.kind = Argument::Kind::kTensor;
+      is_fine = add(value.toTensor());
+    } else if (value.isTensorList()) {
+      argument.kind = Argument::Kind::kTensors;
+      for (const at::Tensor& tensor : value.toTensorVector()) is_fine = is_fine && add(tensor);
+    } else if (value.isOptionalTensorList()) {
+      argument.kind = Argument::Kind::kOptionalTensors;
+      for (const auto& tensor : value.toOptionalTensorVector()) {
+        is_fine = is_fine && add(tensor.has_value() ? *tensor : at::Tensor());
+      }
+    } else {
+      argument.constant = value;
+    }
+    if (!is_fine) return false;
+    argument.count = static_cast<int>(draft.refs.size()) - argument.first;
+  }
+  for (auto& [slot, tensor] : draft.written) {
+    if (!before_write(slots_[slot])) return false;
+  }
+  // A copy that was made just now stands for the tensor in this op too.
+  for (auto& ref : draft.refs) {
+    if (ref.slot != kNone && !slots_[ref.slot].is_created && slots_[ref.slot].kept_version != kNone) ref.held = kNone;
+  }
+  if (facts.is_random) note_draws(stack, count, draft.draws);
+  return true;
+}
+
+inline void Tape::end(Draft& draft, const torch::jit::Stack& stack, size_t count) {
+  const OpFacts& facts = *draft.facts;
+  c10::SmallVector<Output, 2> created;
+  int position = 0;
+  const char* refused = nullptr;
+  const int this_op = static_cast<int>(ops_.size());
+  for (size_t at = stack.size() - count; at < stack.size(); ++at) {
+    for_each_tensor(stack[at], [&](const at::Tensor& tensor) {
+      const int here = position++;
+      if (refused != nullptr || (refused = why_not_plain(tensor)) != nullptr) return;
+      const auto& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
+      const auto* key = storage.unsafeGetStorageImpl();
+      if (slot_by_storage_.count(key) != 0) return;  // in place, or a view that the schema does not tell of
+      const int index = static_cast<int>(slots_.size());
+      slots_.emplace_back();
+      Slot& slot = slots_.back();
+      slot.storage = storage.getWeakStorageImpl();
+      slot.nbytes = storage.nbytes();
+      slot.is_created = true;
+      slot.is_unset = facts.leaves_bytes_unset;
+      slot.created_by = this_op;
+      slot.origin = mix(facts.hash, static_cast<size_t>(here) + 2);
+      slot_by_storage_.emplace(key, index);
+      created.push_back({index, here});
+      const bool is_small = slot.nbytes <= limits_.steering_output;
+      const bool is_index = c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true);
+      if (facts.kind == OpKind::kKept || (is_small && (facts.is_steering || is_index) && !slot.is_unset)) {
+        keep_alive(slot, tensor);
+      }
+    });
+  }
+  if (refused != nullptr) {
+    stop(std::string("an op returned ") + refused + " (" + draft.handle->operator_name().name + ")");
+    return;
+  }
+  if (created.empty() && draft.written.empty()) return;
+  Op op{*draft.handle, static_cast<int>(arguments_.size()), static_cast<int>(draft.arguments.size()), std::move(created), {},
+        facts.kind == OpKind::kReplayable, c10::GradMode::is_enabled(), std::move(draft.draws)};
+  const int first_ref = static_cast<int>(refs_.size());
+  for (auto& argument : draft.arguments) {
+    argument.first += first_ref;
+    arguments_.push_back(std::move(argument));
+  }
+  for (auto& ref : draft.refs) refs_.push_back(std::move(ref));
+  for (auto& [index, tensor] : draft.written) {
+    Slot& slot = slots_[index];
+    const auto& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
+    if (slot.nbytes != storage.nbytes() || slot_by_storage_.count(storage.unsafeGetStorageImpl()) == 0) {
+      stop("an op gave a tensor another storage (" + op.handle.operator_name().name + ")");
+      return;
+    }
+    bool is_twice = false;
+    for (const auto& known : op.written) is_twice = is_twice || known.first == index;
+    if (is_twice) continue;
+    slot.is_unset = false;
+    slot.writes += 1;
+    op.written.emplace_back(index, slot.writes);
+  }
+  ops_.push_back(std::move(op));
+  counters().recorded_ops.fetch_add(1, std::memory_order_relaxed);
+  const size_t pair = mix(last_hash_, draft.hash);
+  last_hash_ = draft.hash;
+  if (proven_->count(pair) == 0) {
+    still_proven_ = false;
+    sequence_.push_back(pair);
+  }
+}
+
+// -- Packing -------------------------------------------------------------------------------------------------------------
+
+inline int Tape::pack(const at::Tensor& tensor) {
+  auto lock = locked(mutex_);
+  collect_dead();
+  Handle handle;
+  const bool is_plain = is_open_ && reason_.empty() && why_not_plain(tensor) == nullptr;
+  if (counts_versions(tensor)) {
+    handle.counter = tensor.unsafeGetTensorImpl()->version_counter();
+    handle.saved_version = handle.counter.current_version();
+  }
+  if (is_plain) {
+    handle.view = View::of(tensor);
+    handle.slot = find_or_hold(tensor, handle.view, handle.held);
+    Slot& slot = slots_[handle.slot];
+    if (slot.is_created && slot.is_unset && tensor.numel() > 0) keep_alive(slot, tensor);
+    handle.version = slot.writes;
+    slot.living_handles += 1;
+    if (handle.held != kNone) slot.held[handle.held].living_handles += 1;
+  }
+  const bool is_remade = is_plain && handle.held == kNone;
+  if (!is_plain || (is_remade && !still_proven_)) handle.kept = alias_of(tensor);
+  handles_.push_back(std::move(handle));
+  return static_cast<int>(handles_.size()) - 1;
+}
+
+}  // namespace hyper_parallel

@@ -1,0 +1,506 @@
+// The runner: makes the values again that living handles want, and the end of a region's forward.
+#pragma once
+
+#include <ATen/ops/equal.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <limits>
+#include <sstream>
+
+#include "recorder.h"
+
+namespace hyper_parallel {
+
+// A value is not what forward read or saved. The Python side makes an InPlaceChangeError of it.
+struct ChangedInPlace : std::exception {
+  std::string where;
+  std::string what_changed;      // shape and dtype
+  const void* storage = nullptr;  // of a tensor from outside the region; null for a saved value
+  int64_t version = 0;
+  int64_t now = 0;
+  const char* what() const noexcept override { return "a tensor was changed in place"; }
+};
+
+inline std::string describe(const View& view) {
+  std::ostringstream text;
+  text << "(";
+  for (size_t at = 0; at < view.sizes.size(); ++at) text << (at ? ", " : "") << view.sizes[at];
+  text << (view.sizes.size() == 1 ? ",) " : ") ") << c10::typeMetaToScalarType(view.dtype);
+  return text.str();
+}
+
+// One run over a tape.
+//
+// A slot may be wanted at versions on both sides of the version at which its bytes are kept. So there are two chains: the
+// *upper* one begins with the kept bytes, or with the creating op where nothing is kept, the *lower* one with the creating op
+// and ends below the kept version. The pass backwards marks which ops are needed and where each chain is last read; the pass
+// forwards runs them and drops each storage behind its last reader.
+class Replay {
+ public:
+  explicit Replay(Tape& tape)
+      : tape_(tape), upper_(tape.slots_.size()), lower_(tape.slots_.size()), is_needed_(tape.ops_.size(), false) {}
+
+  void want(int slot, int version) { mark(slot, version, kForever); }
+
+  void run() {
+    plan();
+    BelowAutograd below_autograd;
+    const c10::AutoGradMode mode_of_backward(false);
+    const UnderSettings under_settings(*tape_.settings_);
+    Restorer restorer;
+    for (size_t at = 0; at < tape_.ops_.size(); ++at) {
+      if (is_needed_[at]) run_op(tape_.ops_[at], static_cast<int>(at), restorer);
+    }
+  }
+
+  c10::Storage storage_of(int slot, int version) {
+    Chain& chain = chain_of(slot, version);
+    start(chain, slot, version);
+    return chain.storage;
+  }
+
+ private:
+  static constexpr int kForever = std::numeric_limits<int>::max();
+
+  struct Chain {
+    int wanted = kNone;    // the highest version that is read
+    int last_read = kNone;  // the op that reads it last
+    c10::Storage storage;
+  };
+
+  // Puts generators back to where they were before the replay, however it ends.
+  struct Restorer {
+    std::vector<std::pair<at::Generator, at::Tensor>> before;
+    void draw_as(const std::vector<std::pair<at::Generator, at::Tensor>>& draws) {
+      Unseen unseen;
+      for (const auto& [generator, state] : draws) {
+        at::Generator mutable_generator = generator;
+        std::lock_guard<std::mutex> lock(mutable_generator.mutex());
+        bool is_known = false;
+        for (const auto& known : before) is_known = is_known || known.first == generator;
+        if (!is_known) before.emplace_back(generator, generator.get_state());
+        mutable_generator.set_state(state);
+      }
+    }
+    ~Restorer() {
+      Unseen unseen;
+      for (auto& [generator, state] : before) {
+        std::lock_guard<std::mutex> lock(generator.mutex());
+        generator.set_state(state);
+      }
+    }
+  };
+
+  // Runs under the settings of forward, and puts back those that it found.
+  struct UnderSettings {
+    Settings before = Settings::now();
+    bool is_other;
+    explicit UnderSettings(const Settings& wanted) : is_other(!(before == wanted)) {
+      if (is_other) wanted.apply();
+    }
+    ~UnderSettings() {
+      if (is_other) before.apply();
+    }
+  };
+
+  int kept_version(int slot) const {
+    const Slot& known = tape_.slots_[slot];
+    if (known.kept_version != kNone) return known.kept_version;
+    return known.is_created ? kNone : 0;  // an outside slot is held at version 0
+  }
+
+  bool is_upper(int slot, int version) const { return version >= kept_version(slot); }
+  Chain& chain_of(int slot, int version) { return is_upper(slot, version) ? upper_[slot] : lower_[slot]; }
+
+  void mark(int slot, int version, int reader) {
+    Chain& chain = chain_of(slot, version);
+    chain.wanted = std::max(chain.wanted, version);
+    chain.last_read = std::max(chain.last_read, reader);
+  }
+
+  // Whether a version that an op makes is read by a needed op after it, or by a handle.
+  bool is_made_for_somebody(int slot, int version) const {
+    const int kept = kept_version(slot);
+    if (version == kept) return false;  // those bytes are there
+    return (version > kept ? upper_[slot] : lower_[slot]).wanted >= version;
+  }
+
+  void plan() {
+    for (int at = static_cast<int>(tape_.ops_.size()) - 1; at >= 0; --at) {
+      const Op& op = tape_.ops_[at];
+      bool is_needed = false;
+      for (const auto& output : op.created) is_needed = is_needed || is_made_for_somebody(output.slot, 0);
+      for (const auto& [slot, version] : op.written) {
+        is_needed = is_needed || is_made_for_somebody(slot, version) ||
+            (version == kept_version(slot) && lower_[slot].wanted >= version);
+      }
+      if (!is_needed) continue;
+      TORCH_INTERNAL_ASSERT(op.may_run, "the outputs of an op that may not run again are kept");
+      is_needed_[at] = true;
+      for (int argument = 0; argument < op.argument_count; ++argument) {
+        const Argument& known = tape_.arguments_[op.first_argument + argument];
+        for (int ref = known.first; ref < known.first + known.count; ++ref) {
+          if (tape_.refs_[ref].slot != kNone) mark(tape_.refs_[ref].slot, tape_.refs_[ref].version, at);
+        }
+      }
+    }
+  }
+
+  // The first bytes of a chain that begins with kept ones. Ops that write it get a copy.
+  void start(Chain& chain, int slot, int version) {
+    if (chain.storage || !is_upper(slot, version)) return;
+    const Slot& known = tape_.slots_[slot];
+    if (known.kept_version == kNone) return;
+    chain.storage = upper_[slot].wanted > known.kept_version ? copy_of(known.kept) : known.kept;
+  }
+
+  at::Tensor resolve(const Ref& ref) {
+    if (ref.slot == kNone) return at::Tensor();
+    const Slot& slot = tape_.slots_[ref.slot];
+    if (!slot.is_created && slot.kept_version == kNone) {
+      return tape_.held_value(tape_.slots_[ref.slot].held[ref.held]);
+    }
+    Chain& chain = chain_of(ref.slot, ref.version);
+    start(chain, ref.slot, ref.version);
+    TORCH_INTERNAL_ASSERT(chain.storage, "what an op reads was made before it");
+    return ref.view.over(chain.storage);
+  }
+
+  void run_op(const Op& op, int at, Restorer& restorer) {
+    torch::jit::Stack stack;
+    stack.reserve(op.argument_count);
+    for (int argument = 0; argument < op.argument_count; ++argument) {
+      stack.push_back(value_of(tape_.arguments_[op.first_argument + argument]));
+    }
+    if (!op.draws.empty()) restorer.draw_as(op.draws);
+    c10::GradMode::set_enabled(op.is_recorded_by_autograd);
+    op.handle.callBoxed(stack);
+    counters().replayed_ops.fetch_add(1, std::memory_order_relaxed);
+    int position = 0;
+    size_t next = 0;
+    for (const auto& value : stack) {
+      for_each_tensor(value, [&](const at::Tensor& tensor) {
+        const int here = position++;
+        if (next >= op.created.size() || op.created[next].position != here) return;
+        const int index = op.created[next++].slot;
+        const bool has_kept = kept_version(index) != kNone;
+        Chain& chain = has_kept ? lower_[index] : upper_[index];
+        if (chain.wanted == kNone) return;
+        TORCH_CHECK(
+            tensor.storage().nbytes() == tape_.slots_[index].nbytes,
+            tape_.where_, ": ", op.handle.operator_name().name, " made ", tensor.storage().nbytes(),
+            " bytes in its replay and ", tape_.slots_[index].nbytes, " in forward");
+        chain.storage = tensor.storage();
+      });
+    }
+    stack.clear();
+    for (int argument = 0; argument < op.argument_count; ++argument) {
+      const Argument& known = tape_.arguments_[op.first_argument + argument];
+      for (int ref = known.first; ref < known.first + known.count; ++ref) {
+        const Ref& read = tape_.refs_[ref];
+        if (read.slot == kNone) continue;
+        Chain& chain = chain_of(read.slot, read.version);
+        if (chain.last_read == at) chain.storage = c10::Storage();
+      }
+    }
+  }
+
+  c10::IValue value_of(const Argument& argument) {
+    switch (argument.kind) {
+      case Argument::Kind::kTensor:
+        return resolve(tape_.refs_[argument.first]);
+      case Argument::Kind::kTensors: {
+        c10::List<at::Tensor> list;
+        for (int ref = argument.first; ref < argument.first + argument.count; ++ref) list.push_back(resolve(tape_.refs_[ref]));
+        return list;
+      }
+      case Argument::Kind::kOptionalTensors: {
+        c10::List<c10::optional<at::Tensor>> list;
+        for (int ref = argument.first; ref < argument.first + argument.count; ++ref) {
+          at::Tensor tensor = resolve(tape_.refs_[ref]);
+          list.push_back(tensor.defined() ? c10::optional<at::Tensor>(tensor) : c10::nullopt);
+        }
+        return list;
+      }
+      default:
+        return argument.constant;
+    }
+  }
+
+  Tape& tape_;
+  std::vector<Chain> upper_;
+  std::vector<Chain> lower_;
+  std::vector<bool> is_needed_;
+};
+
+// -- Handles -------------------------------------------------------------------------------------------------------------
+
+inline at::Tensor Tape::held_value(Held& held) {
+  if (held.value.defined()) return held.value;
+  if (held.version >= 0 && held.counter.current_version() != static_cast<uint32_t>(held.version)) {
+    ChangedInPlace error;
+    error.where = where_;
+    error.what_changed = describe(held.view);
+    error.storage = held.storage;
+    error.version = held.version;
+    error.now = held.counter.current_version();
+    throw error;
+  }
+  if (!held.packed) {
+    const auto& storage = held.alias.unsafeGetTensorImpl()->unsafe_storage();
+    TORCH_CHECK(
+        held.alias.numel() == 0 || storage.nbytes() > 0, where_, ": the memory of a tensor ", describe(held.view),
+        " that the region reads from outside was freed by its owner before backward.");
+    return held.alias;
+  }
+  WithGil gil;
+  PyObject* value = PyObject_CallFunctionObjArgs(held.unpack.get(), held.packed.get(), nullptr);
+  if (value == nullptr) throw python_error();
+  PythonRef owned = PythonRef::take(value);
+  TORCH_CHECK(THPVariable_Check(value), where_, ": the unpack hook around the region returned no tensor");
+  at::Tensor tensor = THPVariable_Unpack(value);
+  held.value = alias_of(tensor);
+  return held.value;
+}
+
+inline void Tape::collect_dead() {
+  std::vector<int> dead;
+  {
+    std::lock_guard<std::mutex> lock(dead_mutex_);
+    dead.swap(dead_);
+  }
+  for (int index : dead) {
+    Handle& handle = handles_[index];
+    handle.is_alive = false;
+    handle.kept = at::Tensor();
+    if (handle.slot == kNone) continue;
+    Slot& slot = slots_[handle.slot];
+    if (--slot.living_handles == 0) slot.made = c10::Storage();
+    if (is_held(handle) && --slot.held[handle.held].living_handles == 0) slot.held[handle.held].value = at::Tensor();
+  }
+}
+
+inline void Tape::release(int handle) {
+  {
+    std::lock_guard<std::mutex> lock(dead_mutex_);
+    dead_.push_back(handle);
+  }
+  Lock lock(mutex_, std::try_to_lock);  // where another thread has it, that thread collects
+  if (lock.owns_lock()) collect_dead();
+}
+
+// Whether a handle's value is the held tensor itself: it was made outside, and the region does not write it.
+inline bool Tape::is_held(const Handle& handle) const {
+  return handle.held != kNone && slots_[handle.slot].kept_version == kNone;
+}
+
+// Whether a handle's value must be made by running ops.
+inline bool Tape::is_remade(const Handle& handle) const {
+  return handle.is_alive && handle.slot != kNone && !is_held(handle) &&
+      slots_[handle.slot].kept_version != handle.version;
+}
+
+inline void Tape::make_missing() {
+  Replay replay(*this);
+  std::vector<int> wanted(slots_.size(), kNone);
+  for (const Handle& handle : handles_) {
+    if (!is_remade(handle) || handle.kept.defined() || slots_[handle.slot].made) continue;
+    wanted[handle.slot] = std::max(wanted[handle.slot], handle.version);
+  }
+  for (size_t slot = 0; slot < slots_.size(); ++slot) {
+    if (wanted[slot] != kNone) replay.want(static_cast<int>(slot), wanted[slot]);
+  }
+  struct Flag {
+    bool& flag;
+    explicit Flag(bool& value) : flag(value) { flag = true; }
+    ~Flag() { flag = false; }
+  } replaying(is_replaying);
+  replay.run();
+  for (Slot& slot : slots_) {
+    for (Held& held : slot.held) {
+      if (held.living_handles == 0) held.value = at::Tensor();  // every living handle's value is there now
+    }
+  }
+  counters().replays.fetch_add(1, std::memory_order_relaxed);
+  c10::optional<c10::Device> device;
+  for (size_t slot = 0; slot < slots_.size(); ++slot) {
+    if (wanted[slot] == kNone) continue;
+    slots_[slot].made = replay.storage_of(static_cast<int>(slot), wanted[slot]);
+    TORCH_INTERNAL_ASSERT(slots_[slot].made, "every wanted slot was made");
+    if (!device && slots_[slot].made.device().type() != c10::kCPU) device = slots_[slot].made.device();
+  }
+  if (device) {
+    c10::impl::VirtualGuardImpl guard(device->type());
+    made_stream_ = guard.getStream(*device);
+    made_event_ = std::make_shared<c10::Event>(device->type());
+    made_event_->record(*made_stream_);
+  }
+  if (torch::autograd::get_current_graph_task_id() != -1) {
+    std::weak_ptr<Tape> weak = weak_from_this();
+    torch::autograd::Engine::get_default_engine().queue_callback([weak]() {
+      auto tape = weak.lock();
+      if (tape == nullptr) return;
+      auto lock = locked(tape->mutex_);
+      tape->collect_dead();
+      tape->drop_made();
+    });
+  }
+}
+
+inline void Tape::drop_made() {
+  for (Slot& slot : slots_) {
+    slot.made = c10::Storage();
+    for (Held& held : slot.held) held.value = at::Tensor();
+  }
+}
+
+// A value that was made on one stream and is read on another.
+inline void Tape::order_after_made(const c10::Storage& storage) {
+  if (!made_event_ || storage.device().type() == c10::kCPU) return;
+  c10::impl::VirtualGuardImpl guard(storage.device().type());
+  const c10::Stream current = guard.getStream(storage.device());
+  if (current == *made_stream_) return;
+  made_event_->block(current);
+  guard.recordDataPtrOnStream(storage.data_ptr(), current);
+}
+
+inline at::Tensor Tape::unpack(int index) {
+  auto lock = locked(mutex_);
+  collect_dead();
+  Handle& handle = handles_[index];
+  const int64_t now = handle.saved_version < 0 ? -1
+      : (is_open_ || handle.kept.defined() || handle.closed_version < 0) ? handle.counter.current_version()
+                                                                         : handle.closed_version;
+  if (now != handle.saved_version) {
+    ChangedInPlace error;
+    error.where = where_;
+    error.what_changed = describe(handle.slot == kNone ? View::of(handle.kept) : handle.view);
+    error.version = handle.saved_version;
+    error.now = now;
+    throw error;
+  }
+  if (handle.kept.defined()) return handle.kept;
+  Slot& slot = slots_[handle.slot];
+  if (is_held(handle)) return held_value(slot.held[handle.held]);
+  if (slot.kept_version == handle.version) return handle.view.over(slot.kept);
+  if (!slot.made) make_missing();
+  order_after_made(slot.made);
+  return handle.view.over(slot.made);
+}
+
+// -- The end of forward --------------------------------------------------------------------------------------------------
+
+inline void Tape::close() {
+  auto lock = locked(mutex_);
+  collect_dead();
+  is_open_ = false;
+  if (!(*settings_ == Settings::now())) stop("it changes settings under which kernels run (default dtype, determinism)");
+  slot_by_storage_.clear();
+  for (Handle& handle : handles_) {
+    if (handle.saved_version >= 0) handle.closed_version = handle.counter.current_version();
+  }
+}
+
+// Small tensors that the region reads and others may change before backward: a copy stands for each.
+inline void Tape::copy_held(const std::vector<at::Tensor>& tensors) {
+  auto lock = locked(mutex_);
+  for (Slot& slot : slots_) {
+    if (slot.is_created || slot.kept_version != kNone || slot.held.empty()) continue;
+    for (const at::Tensor& tensor : tensors) {
+      const auto& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
+      if (slot.held[0].storage != storage.unsafeGetStorageImpl()) continue;
+      slot.kept = copy_of(storage);
+      slot.owns_kept = true;
+      slot.kept_version = 0;
+      slot.held.clear();
+      break;
+    }
+  }
+}
+
+// Outside tensors go through the hooks around the region, which decide what becomes of them. Called with the GIL.
+inline void Tape::show_held(PyObject* pack, PyObject* unpack) {
+  for (Slot& slot : slots_) {
+    for (Held& entry : slot.held) {
+      at::Tensor original = std::move(entry.original);
+      entry.original = at::Tensor();
+      const bool is_scalar = entry.view.sizes.empty() && entry.alias.device().type() == c10::kCPU;
+      if (pack == nullptr || is_scalar) continue;
+      PythonRef value = PythonRef::take(THPVariable_Wrap(std::move(original)));
+      PyObject* packed = PyObject_CallFunctionObjArgs(pack, value.get(), nullptr);
+      if (packed == nullptr) throw python_error();
+      auto lock = locked(mutex_);
+      entry.packed = PythonRef::take(packed);
+      entry.unpack = PythonRef(unpack);
+      entry.alias = at::Tensor();
+    }
+  }
+}
+
+inline std::string Tape::prove() {
+  auto lock = locked(mutex_);
+  collect_dead();
+  std::vector<at::Tensor> originals(handles_.size());
+  for (size_t at = 0; at < handles_.size(); ++at) {
+    Handle& handle = handles_[at];
+    if (!is_remade(handle)) continue;
+    originals[at] = std::move(handle.kept);
+    handle.kept = at::Tensor();
+  }
+  std::string different;
+  try {
+    make_missing();
+    Unseen unseen;
+    for (size_t at = 0; at < handles_.size() && different.empty(); ++at) {
+      const Handle& handle = handles_[at];
+      if (!originals[at].defined()) continue;
+      if (handle.saved_version >= 0 && handle.closed_version != handle.saved_version) continue;  // raises when it is wanted
+      const Slot& slot = slots_[handle.slot];
+      const auto& storage = slot.made;
+      if (!at::equal(handle.view.bits(storage), handle.view.bits(originals[at].storage()))) {
+        const Op* op = slot.created_by == kNone ? nullptr : &ops_[slot.created_by];
+        different = "a value " + describe(handle.view) + (op ? " of " + op->handle.operator_name().name : std::string()) +
+            " came out different when it was made again";
+      }
+    }
+  } catch (python_error& error) {
+    WithGil gil;
+    error.restore();
+    PyErr_Clear();
+    different = "it could not be run again: a Python error";
+  } catch (const std::exception& error) {
+    different = std::string("it could not be run again: ") + error.what();
+  }
+  drop_made();
+  if (different.empty()) {
+    belief_->add(sequence_);
+    still_proven_ = true;
+  } else {
+    for (size_t at = 0; at < handles_.size(); ++at) {
+      if (originals[at].defined()) handles_[at].kept = std::move(originals[at]);
+    }
+  }
+  return different;
+}
+
+inline size_t Tape::kept_bytes() {
+  auto lock = locked(mutex_);
+  size_t total = 0;
+  for (const Slot& slot : slots_) {
+    if (slot.kept_version != kNone) total += slot.nbytes;
+  }
+  return total;
+}
+
+inline size_t Tape::held_count() {
+  auto lock = locked(mutex_);
+  size_t total = 0;
+  for (const Slot& slot : slots_) total += slot.held.size();
+  return total;
+}
+
+}  // namespace hyper_parallel

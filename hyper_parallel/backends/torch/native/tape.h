@@ -1,0 +1,258 @@
+// One region's recording: which ops ran, on what, and how to make the values again that autograd wants back.
+//
+// Slots. A slot is one storage. It is *created* by an op of the region, or *outside*: it was there before, or was made by
+// something that the dispatcher does not see. A slot has versions: 0 when it is created or first met, one more with every
+// recorded write. An argument of an op is (slot, version, view).
+//
+// What can be remade. A created slot is remade by running its creating op and every write up to the wanted version, unless
+// its bytes are kept at some version. An outside slot is held: as a detached alias that shares the version counter, or through
+// the saved-tensor hooks around the region. When the region itself writes an outside slot, its bytes are copied before the
+// first write, and the copy stands for version 0.
+//
+// Handles. Autograd holds one handle per packed tensor. A handle holds the tape and no bytes. The first unpack runs the ops
+// that the living handles still need, in forward order, and each remade storage goes with its last handle, or when the
+// backward that made it ends.
+//
+// Locks. `mutex` guards everything. It is never awaited while the GIL is held. A handle dies with the GIL held, so its death
+// goes to a list of its own (`dead_mutex`), which is emptied under `mutex`.
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+#include <c10/core/Storage.h>
+#include <c10/core/Stream.h>
+#include <c10/util/SmallVector.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_set>
+#include <vector>
+
+#include "op_facts.h"
+#include "python_ref.h"
+
+namespace hyper_parallel {
+
+constexpr int kNone = -1;
+
+// How to make a tensor over a storage again.
+struct View {
+  c10::SmallVector<int64_t, 5> sizes;
+  c10::SmallVector<int64_t, 5> strides;
+  int64_t offset = 0;
+  caffe2::TypeMeta dtype;
+  c10::DispatchKeySet keys;  // holds the conjugate and the negative bit
+  bool is_wrapped_number = false;
+
+  static View of(const at::Tensor& tensor);
+  at::Tensor over(c10::Storage storage) const;
+  at::Tensor bits(c10::Storage storage) const;  // the same elements as integers: two bit patterns can be compared
+  bool operator==(const View& other) const;
+};
+
+struct Ref {
+  int slot = kNone;
+  int version = 0;
+  int held = kNone;  // which tensor of an outside slot
+  View view;
+};
+
+struct Argument {
+  enum class Kind : uint8_t { kConstant, kTensor, kTensors, kOptionalTensors } kind = Kind::kConstant;
+  c10::IValue constant;
+  int first = 0;  // in Tape::refs
+  int count = 0;
+};
+
+struct Output {
+  int slot;
+  int position;  // among the tensors that the op returns, lists opened
+};
+
+struct Op {
+  c10::OperatorHandle handle;
+  int first_argument;
+  int argument_count;
+  c10::SmallVector<Output, 2> created;
+  c10::SmallVector<std::pair<int, int>, 2> written;  // slot, the version it has afterwards
+  bool may_run;
+  bool is_recorded_by_autograd;  // grad mode when it ran: some kernels choose by it
+  std::vector<std::pair<at::Generator, at::Tensor>> draws;  // generators and their states before the op
+};
+
+// A tensor of an outside slot, as long as the tape may need it.
+struct Held {
+  View view;
+  at::Tensor original;  // while the region runs: what the hooks around the region are shown
+  at::Tensor alias;     // detached, with the same version counter
+  PythonRef packed;     // what the hooks around the region made of it; then there is no alias
+  PythonRef unpack;
+  const void* storage = nullptr;  // names the tensor in an error; not followed
+  c10::VariableVersion counter{c10::VariableVersion::DISABLED};
+  int64_t version = -1;  // -1: it counts none
+  at::Tensor value;        // unpacked; hooks may allow that only once in a backward
+  int living_handles = 0;
+};
+
+struct Slot {
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage{c10::intrusive_ptr<c10::StorageImpl>()};  // its address names nothing else
+  size_t nbytes = 0;
+  bool is_created = false;
+  bool is_unset = false;  // created by an `empty` op and not written since, as far as was seen
+  int created_by = kNone;
+  int writes = 0;
+  std::vector<Held> held;
+  c10::Storage kept;      // its bytes at `kept_version`
+  bool owns_kept = false;  // a copy of ours: no op of the region can change it
+  int kept_version = kNone;
+  c10::Storage made;      // remade, at the version that handles want
+  int living_handles = 0;
+  size_t origin = 0;      // which op made it, for the sequence's hash
+};
+
+struct Handle {
+  int slot = kNone;
+  int version = 0;  // of the slot
+  int held = kNone;
+  View view;
+  at::Tensor kept;  // the value itself: on probation, or where it cannot be remade
+  c10::VariableVersion counter{c10::VariableVersion::DISABLED};
+  int64_t saved_version = -1;
+  int64_t closed_version = -1;
+  bool is_alive = true;
+};
+
+// What is known of one region over all its calls: the op sequences that were once remade bit by bit.
+struct Belief {
+  using Set = std::unordered_set<size_t>;
+  std::mutex mutex;
+  std::shared_ptr<const Set> proven = std::make_shared<const Set>();
+
+  std::shared_ptr<const Set> get() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return proven;
+  }
+  void add(const std::vector<size_t>& hashes) {
+    std::lock_guard<std::mutex> lock(mutex);
+    auto larger = std::make_shared<Set>(*proven);
+    larger->insert(hashes.begin(), hashes.end());
+    proven = std::move(larger);
+  }
+};
+
+struct Limits {
+  size_t copied_before_write = size_t{1} << 20;  // per region
+  size_t steering_output = size_t{1} << 20;      // per output
+};
+
+struct Settings;
+
+class Tape : public std::enable_shared_from_this<Tape> {
+ public:
+  Tape(std::string where, std::shared_ptr<Belief> belief, Limits limits);
+
+  // Recorder.
+  struct Draft;  // one op, between its call and its return
+  bool begin(const c10::OperatorHandle& op, const OpFacts& facts, const torch::jit::Stack& stack, size_t count, Draft& draft);
+  void end(Draft& draft, const torch::jit::Stack& stack, size_t count);
+  void stop(std::string reason);
+
+  // Handles.
+  int pack(const at::Tensor& tensor);
+  at::Tensor unpack(int handle);
+  void release(int handle);
+
+  // The end of forward.
+  void close();
+  std::string prove();  // empty when every packed value was remade bit by bit; else what was not, and the values stay
+  void copy_held(const std::vector<at::Tensor>& tensors);
+  void show_held(PyObject* pack, PyObject* unpack);  // the hooks around the region, or null; last, and with the GIL
+
+  bool is_proven() const { return still_proven_; }
+  const std::string& reason() const { return reason_; }
+  const std::string& where() const { return where_; }
+  size_t op_count() const { return ops_.size(); }
+  size_t kept_bytes();
+  size_t held_count();
+  size_t handle_count() const { return handles_.size(); }
+  bool is_replaying = false;
+  std::recursive_mutex& mutex() { return mutex_; }
+
+ private:
+  friend class Replay;
+  using Lock = std::unique_lock<std::recursive_mutex>;
+
+  bool refer(const at::Tensor& tensor, bool is_overwritten, Ref& ref);
+  int find_or_hold(const at::Tensor& tensor, const View& view, int& held);
+  void keep_alive(Slot& slot, const at::Tensor& tensor);
+  bool before_write(Slot& slot);
+  void collect_dead();
+  at::Tensor held_value(Held& held);
+  bool is_held(const Handle& handle) const;
+  bool is_remade(const Handle& handle) const;
+  void make_missing();
+  void drop_made();
+  void order_after_made(const c10::Storage& storage);
+
+  std::string where_;
+  std::shared_ptr<Belief> belief_;
+  std::shared_ptr<const Belief::Set> proven_;
+  Limits limits_;
+  std::recursive_mutex mutex_;
+  std::mutex dead_mutex_;
+  std::vector<int> dead_;
+  std::vector<Op> ops_;
+  std::vector<Argument> arguments_;
+  std::vector<Ref> refs_;
+  std::vector<Slot> slots_;
+  std::vector<Handle> handles_;
+  std::unordered_map<const c10::StorageImpl*, int> slot_by_storage_;
+  size_t copied_bytes_ = 0;
+  bool is_open_ = true;
+  bool still_proven_ = true;
+  size_t last_hash_ = 0;
+  std::vector<size_t> sequence_;  // hashes that are not proven yet
+  std::string reason_;            // why recording stopped, if it did
+  std::shared_ptr<const Settings> settings_;
+  std::shared_ptr<c10::Event> made_event_;  // after the last op that ran again, on a device with streams
+  c10::optional<c10::Stream> made_stream_;
+};
+
+struct Tape::Draft {
+  std::shared_ptr<Tape> tape;
+  const OpFacts* facts = nullptr;
+  c10::optional<c10::OperatorHandle> handle;
+  std::vector<Argument> arguments;
+  std::vector<Ref> refs;
+  c10::SmallVector<std::pair<int, at::Tensor>, 2> written;  // slot and the tensor through which it is written
+  std::vector<std::pair<at::Generator, at::Tensor>> draws;
+  c10::SmallVector<const c10::StorageImpl*, 6> read;
+  size_t hash = 0;
+};
+
+// Settings of the process under which kernels choose what they do.
+struct Settings {
+  caffe2::TypeMeta default_dtype;
+  bool deterministic;
+  bool deterministic_warns;
+  bool deterministic_cudnn;
+  bool benchmark_cudnn;
+  bool mkldnn;
+
+  static Settings now();
+  void apply() const;
+  bool operator==(const Settings& other) const;
+};
+
+// How often what happened, in this process.
+struct Counters {
+  std::atomic<uint64_t> recorded_ops{0};
+  std::atomic<uint64_t> replayed_ops{0};
+  std::atomic<uint64_t> replays{0};
+};
+Counters& counters();
+
+}  // namespace hyper_parallel

@@ -1,0 +1,174 @@
+"""Recompute from a recording: a region's ops are noted while forward runs, and backward runs only those that it needs.
+
+The user's Python runs once. The recorder and the runner are native (``native``); this module decides whether a region may use
+them and remembers, for every region, what was proven.
+
+Rules
+-----
+1. A tape is believed after it made the region's values again once, bit by bit, at the end of the forward that recorded it. Op
+   sequences that were proven are not proven again.
+2. Where recording stops (an op that may not run again and writes, a tensor subclass), the values of this call stay. Later calls
+   of the region run Python again, and the reason is counted.
+3. A tensor from outside the region is held through the saved-tensor hooks around the region, so that an outer region or an
+   outer swap decides about it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from hyper_parallel.backends.torch import native
+from hyper_parallel.core.activation_checkpoint.calls import is_in_replayed_region
+from hyper_parallel.core.activation_checkpoint.region_state import changed_in_place
+from hyper_parallel.core.activation_checkpoint.swap import SwapManager
+from hyper_parallel.errors import InPlaceChangeError
+
+__all__ = ["TapeRegion", "region_for", "why_no_tape"]
+
+_COPIED_BEFORE_WRITE_BYTES: Final = 2**20
+_STEERING_OUTPUT_BYTES: Final = 2**20
+
+_SMALL_BUFFER_BYTES: Final = 2**16
+_PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+_SERVED: Final = frozenset({"preserve_rng_state"})
+"""Options of a checkpoint that a tape serves: its replays always draw the same numbers."""
+
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+class TapeRegion:
+    """What is known of one region over all its calls."""
+
+    def __init__(self, recorder: Any, owner: Any) -> None:
+        self._recorder = recorder
+        self._belief = recorder.Belief()
+        self._module = weakref.ref(owner) if isinstance(owner, torch.nn.Module) and _small_buffers(owner) else None
+        self.reason = _why_not_this_module(owner)  # why calls run Python again
+
+    def run(self, where: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the function once, recorded."""
+        recorder = self._recorder
+        tape = recorder.Tape(where, self._belief, _COPIED_BEFORE_WRITE_BYTES, _STEERING_OUTPUT_BYTES)
+        outer = _top_hooks(True)
+        _push_hooks(tape.pack_hook(), recorder.unpack)
+        try:
+            tape.open()
+            try:
+                output = function(*args, **kwargs)
+            finally:
+                recorder.leave()
+        finally:
+            _pop_hooks()
+        tape.close()
+        reason = tape.reason
+        if not reason and not tape.is_proven:
+            reason = tape.prove()
+        if self._module is not None:
+            tape.copy_held(_small_buffers(self._module()))
+        tape.show_held(*(outer if outer is not None else (None, None)))
+        counters = SwapManager().counters
+        if reason:
+            self.reason = reason
+            counters.add_to("regions_from_python", reason, 1)
+        else:
+            counters.add("regions_from_tape", 1)
+        return output
+
+
+_REGIONS: weakref.WeakKeyDictionary[Any, TapeRegion] = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()
+
+
+def region_for(function: Callable[..., Any]) -> TapeRegion:
+    """The region of a module, or of a function's code: a lambda that is made anew in each step is one region."""
+    owner = getattr(function, "__self__", function)
+    key: Any = owner if isinstance(owner, torch.nn.Module) else getattr(function, "__code__", owner)
+    with _LOCK:
+        region = _REGIONS.get(key)
+        if region is None:
+            recorder = native.load()
+            assert recorder is not None, "it was asked for before"
+            recorder.set_changed_error(_changed_error)
+            region = _REGIONS[key] = TapeRegion(recorder, owner)
+    return region
+
+
+def why_no_tape(function: Callable[..., Any], asked: dict[str, Any]) -> str | None:
+    """Why a call of this function runs Python again in backward; None when it is recorded."""
+    if native.load() is None:
+        return f"no native recorder: {native.why_not()}"
+    for name, value in asked.items():
+        if value and name not in _SERVED:
+            return f"the option {name}"
+    if is_in_replayed_region():
+        return "inside a region whose Python runs again"
+    if torch.is_inference_mode_enabled():
+        return "inference mode"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a function transform (torch.func)"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "forward-mode differentiation"
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return "the capture of a CUDA graph"
+    for mode in _get_current_dispatch_mode_stack():
+        if not type(mode).__module__.startswith("hyper_parallel."):
+            return f"the dispatch mode {type(mode).__name__}"
+    try:
+        return region_for(function).reason
+    except TypeError:  # neither it nor its code can be referred to weakly
+        return "a callable without an identity"
+
+
+def _small_buffers(module: torch.nn.Module | None) -> list[torch.Tensor]:
+    """Buffers that others may change between a forward and its backward (statistics, counters)."""
+    if module is None:
+        return []
+    return [
+        buffer for buffer in module.buffers() if buffer.nbytes <= _SMALL_BUFFER_BYTES and type(buffer) is torch.Tensor
+    ]
+
+
+def _changed_error(where: str, what: str, storage: int, version: int, now: int) -> InPlaceChangeError:
+    """The error of a value that is not what forward read (``storage`` names a tensor from outside) or saved (0)."""
+    if storage:
+        return changed_in_place(where, f"{_name_of(storage)} {what}", "a recorded op")
+    return InPlaceChangeError(
+        f"{where}: a saved tensor {what} was changed in place after it was saved (saved at version {version}, now at version "
+        f"{now}). Backward would read other values than forward did. Replace the in-place operation that follows the save by "
+        "its out-of-place form (x = x + y), or clone the tensor first."
+    )
+
+
+def _name_of(storage: int) -> str:
+    """The tensor over this storage, as the regions' modules name it."""
+    for region in list(_REGIONS):
+        if not isinstance(region, torch.nn.Module):
+            continue
+        for path, module in region.named_modules():
+            for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
+                for name, tensor in tensors.items():
+                    if type(tensor) in _PLAIN and tensor.untyped_storage()._cdata == storage:
+                        return f"the {kind} '{path + '.' if path else ''}{name}' of {type(region).__name__}"
+    return "a tensor from outside the region"
+
+
+def _why_not_this_module(owner: Any) -> str | None:
+    if not isinstance(owner, torch.nn.Module):
+        return None
+    for module in owner.modules():
+        if hasattr(module, "_get_fsdp_state"):
+            return "a module that FSDP2 manages"
+        if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+            return "a compiled module"
+    for tensor in (*owner.parameters(), *owner.buffers()):
+        if type(tensor) not in _PLAIN:
+            return f"a parameter of type {type(tensor).__name__}"
+    return None
