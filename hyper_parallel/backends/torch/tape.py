@@ -152,11 +152,11 @@ def _name_of(storage: int) -> str:
     for region in list(_REGIONS):
         if not isinstance(region, torch.nn.Module):
             continue
-        for path, module in region.named_modules():
+        for module in region.modules():
             for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
                 for name, tensor in tensors.items():
                     if type(tensor) in _PLAIN and tensor.untyped_storage()._cdata == storage:
-                        return f"the {kind} '{path + '.' if path else ''}{name}' of {type(region).__name__}"
+                        return f"the {kind} '{name}' of {type(module).__name__}"
     return "a tensor from outside the region"
 
 

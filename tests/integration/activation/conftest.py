@@ -20,8 +20,10 @@ def one_thread_per_op() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def fresh_manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fresh_manager(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
     monkeypatch.setenv("HYPER_PARALLEL_PLATFORM", "torch")
+    if request.node.get_closest_marker("python_replay") is not None:
+        monkeypatch.setenv("HYPER_PARALLEL_NATIVE", "0")
     hp.SwapManager().reset()
     yield
     hp.configure(None)

@@ -25,6 +25,7 @@ DRAWS: dict[str, tuple[Callable[[Any], float], Callable[[], Any]]] = {
 
 @pytest.mark.parametrize("name", DRAWS)
 @pytest.mark.parametrize("preserves", [False, True])
+@pytest.mark.python_replay
 def test_a_replay_draws_the_same_numbers_unless_it_is_told_not_to(name: str, preserves: bool) -> None:
     draw, make = DRAWS[name]
     DRAWN.clear()

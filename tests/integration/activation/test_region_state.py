@@ -177,6 +177,7 @@ def test_a_small_buffer_changed_between_forward_and_backward(way: dict[str, Any]
     compare(Ungated(), way, lambda model: _change(model, "shift"))
 
 
+@pytest.mark.python_replay
 def test_a_large_buffer_changed_between_forward_and_backward_is_named(
     way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +259,7 @@ def test_a_codebook_moves_once_and_is_read_as_it_was(way: dict[str, Any]) -> Non
     compare(Codebook(), way, backward)
 
 
+@pytest.mark.python_replay
 def test_a_large_codebook_is_named(way: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(region_state, "COPIED_BYTES", 0)
     with pytest.raises(InPlaceChangeError, match="the buffer 'codes' of Codebook"):
@@ -527,6 +529,7 @@ def test_an_iterator_goes_on_from_the_same_place(way: dict[str, Any], make: Call
 
 
 @pytest.mark.parametrize("make", [lambda: (n for n in (1.0, 2.0)), lambda: map(float, [1, 2]), lambda: zip([1], [2])])
+@pytest.mark.python_replay
 def test_an_iterator_that_cannot_be_read_twice_is_refused(way: dict[str, Any], make: Callable[[], Any]) -> None:
     model = hp.checkpoint_wrapper(Pulling(), **way)
     with pytest.raises(TypeError, match=r"checkpoint of Pulling: cannot take a (generator|map|zip) .*Pass a list"):
@@ -584,6 +587,7 @@ class InPlaceOfAnObject(Block):
         return self.outer(x * x).exp()
 
 
+@pytest.mark.python_replay
 def test_a_tensor_of_an_object_that_forward_changes_in_place_is_named(way: dict[str, Any]) -> None:
     context = Context()
     context.inner["state"] = torch.ones(WIDTH)
@@ -609,6 +613,7 @@ def test_a_closure_over_a_module_and_a_list_is_in_reach(way: dict[str, Any]) -> 
     assert equal(*results)
 
 
+@pytest.mark.python_replay
 def test_an_error_in_a_replay_leaves_the_state_as_it_was() -> None:
     block = Counting()
     model = hp.checkpoint_wrapper(block)
@@ -634,6 +639,7 @@ def test_an_error_in_a_replay_leaves_the_state_as_it_was() -> None:
     assert torch.equal(x.grad, y.grad)
 
 
+@pytest.mark.python_replay
 def test_a_region_that_is_dropped_is_freed_without_a_collection() -> None:
     gc.collect()
     gc.disable()

@@ -89,6 +89,7 @@ def test_a_gradient_inside_a_region_within_another_checkpoint(answer: Checkpoint
 @pytest.mark.parametrize(
     "answer", [hp.CheckpointPolicy.MUST_SAVE, hp.CheckpointPolicy.MUST_SWAP], ids=lambda one: one.name
 )
+@pytest.mark.python_replay
 def test_a_replay_that_runs_ahead_of_forward_leaves_its_values_alone(answer: hp.CheckpointPolicy) -> None:
     """A gradient inside forward replays the region to its end, past the change in place that forward has not come to yet."""
 

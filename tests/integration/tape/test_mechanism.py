@@ -1,0 +1,209 @@
+"""What a tape does and does not: one run of Python, only the needed ops, no memory held, hooks around respected."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import hyper_parallel as hp
+from hyper_parallel.backends.torch import native
+from hyper_parallel.testing import simulated_accelerator
+
+from .models import WIDTH, mlp
+
+
+def replayed_ops() -> int:
+    recorder = native.load()
+    assert recorder is not None
+    count: int = recorder.counters()["replayed_ops"]
+    return count
+
+
+def test_the_users_python_runs_once() -> None:
+    calls = []
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x.sin().exp()
+
+    for _ in range(3):
+        hp.checkpoint(region, torch.randn(4, requires_grad=True)).sum().backward()
+    assert len(calls) == 3
+
+
+def test_only_the_ops_that_backward_needs_run_again() -> None:
+    def region(x: torch.Tensor) -> torch.Tensor:
+        made = x.sin()  # saves x, which is held
+        return made.cos().sum()  # saves made; the cosine's own output is saved by nothing
+
+    x = torch.randn(4, requires_grad=True)
+    hp.checkpoint(region, x).backward()  # proves the sequence
+    before = replayed_ops()
+    hp.checkpoint(region, x).backward()
+    assert replayed_ops() - before == 1, "the sine alone"
+
+
+def test_a_proven_sequence_is_not_proven_again_with_other_sizes() -> None:
+    def region(x: torch.Tensor) -> torch.Tensor:
+        return x.sin().exp()
+
+    hp.checkpoint(region, torch.randn(4, requires_grad=True))
+    before = replayed_ops()
+    hp.checkpoint(region, torch.randn(2, 6, requires_grad=True))
+    assert replayed_ops() == before
+
+
+def test_forward_keeps_no_value_that_can_be_made_again() -> None:
+    kept: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        made = x.sin()
+        kept.append(weakref.ref(made.untyped_storage()))
+        return made.exp().cos()
+
+    x = torch.randn(4, requires_grad=True)
+    output = hp.checkpoint(region, x)
+    assert [reference() for reference in kept] == [None]
+    output.sum().backward()
+
+
+def test_a_tape_that_is_never_run_is_freed_without_a_collection() -> None:
+    model, x = mlp(), torch.randn(4, WIDTH, requires_grad=True) * 1
+    reference = weakref.ref(x.untyped_storage())
+    gc.collect()
+    gc.disable()
+    try:
+        output = hp.checkpoint(model, x)
+        del x, output
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_remade_values_of_a_retained_graph_go_when_the_backward_ends() -> None:
+    with simulated_accelerator() as device:
+        model, x = mlp(), torch.randn(64, WIDTH, requires_grad=True)
+        loss = hp.checkpoint(model, x).sum()
+        after_forward = device.live_bytes
+        loss.backward(retain_graph=True)
+        model.zero_grad(set_to_none=True)
+        x.grad = None
+        gc.collect()
+        assert device.live_bytes == after_forward
+        loss.backward()
+
+
+def test_outside_tensors_go_through_the_hooks_around_the_region() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(tensor.shape))
+        return tensor.detach().clone()
+
+    x = torch.randn(3, WIDTH, requires_grad=True)
+    model = nn.Linear(WIDTH, 5, bias=False)
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = hp.checkpoint(lambda x: model(x).exp(), x.sin())
+    assert (3, WIDTH) in seen, "the region's input"
+    assert (3, 5) not in seen, "what the region makes is nobody else's"
+    (found,) = torch.autograd.grad(output.sum(), x)
+    assert torch.equal(found, torch.autograd.grad(model(x.sin()).exp().sum(), x)[0])
+
+
+def test_swapped_inputs_leave_and_come_back() -> None:
+    def gradient(**option: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        model, x = mlp(), torch.randn(32, WIDTH, requires_grad=True)
+        y = x
+        for _ in range(4):
+            y = hp.checkpoint(model, y, **option)
+        y.sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    wanted = gradient()
+    with simulated_accelerator() as device:
+        assert torch.equal(gradient(swap_inputs=True), wanted)
+        assert device.swapped_bytes > 0
+    assert hp.stats().regions_from_tape == 8
+
+
+@pytest.mark.parametrize("is_ours_outside", [True, False])
+def test_regions_nest_with_torchs_checkpoint(is_ours_outside: bool) -> None:
+    first, second = mlp(), mlp()
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        if is_ours_outside:
+            return torch_checkpoint(first, x.sin(), use_reentrant=False)  # type: ignore[no-any-return]
+        return hp.checkpoint(first, x.sin())  # type: ignore[no-any-return]
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return second(inner(x).cos()).exp()  # type: ignore[no-any-return]
+
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    (wanted,) = torch.autograd.grad(second(first(x.sin()).cos()).exp().sum(), x)
+    run = hp.checkpoint if is_ours_outside else lambda f, x: torch_checkpoint(f, x, use_reentrant=False)
+    for _ in range(2):
+        (found,) = torch.autograd.grad(run(outer, x).sum(), x)
+        assert torch.equal(found, wanted)
+
+
+def test_an_error_in_forward_leaves_nothing_open() -> None:
+    def region(x: torch.Tensor) -> torch.Tensor:
+        x.sin()
+        raise ValueError("stop")
+
+    x = torch.randn(4, requires_grad=True)
+    with pytest.raises(ValueError, match="stop"):
+        hp.checkpoint(region, x)
+    recorder = native.load()
+    assert recorder is not None
+    assert recorder.depth() == 0
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_two_threads_record_regions_of_their_own() -> None:
+    model = mlp()
+    x = torch.randn(8, WIDTH)
+    leaf = x.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(model(leaf).sum(), leaf)
+    found: list[torch.Tensor] = []
+
+    def work() -> None:
+        for _ in range(20):
+            leaf = x.clone().requires_grad_()
+            found.extend(torch.autograd.grad(hp.checkpoint(model, leaf).sum(), leaf))
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 40
+    assert all(torch.equal(one, wanted) for one in found)
+
+
+def test_a_mode_of_somebody_else_and_a_policy_run_python_again_by_name() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    with FlopCounterMode(display=False):
+        hp.checkpoint(mlp(), x).sum().backward()
+    hp.checkpoint(mlp(), x, policy_fn=["mm"]).sum().backward()
+    assert set(hp.stats().regions_from_python) == {"the dispatch mode _FlopCounterMode", "the option policy_fn"}
+
+
+def test_without_the_recorder_everything_works_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYPER_PARALLEL_NATIVE", "0")
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    hp.checkpoint(mlp(), x).sum().backward()
+    stats = hp.stats()
+    assert stats.regions_from_tape == 0
+    assert next(iter(stats.regions_from_python)).startswith("no native recorder: it is switched off")
