@@ -108,7 +108,7 @@ def why_no_tape(function: Callable[..., Any], asked: dict[str, Any]) -> str | No
     for name, value in asked.items():
         if value and name not in _SERVED:
             return f"the option {name}"
-    if is_in_replayed_region():
+    if is_in_replayed_region() or _is_in_torchs_checkpoint():
         return "inside a region whose Python runs again"
     if torch.is_inference_mode_enabled():
         return "inference mode"
@@ -125,6 +125,15 @@ def why_no_tape(function: Callable[..., Any], asked: dict[str, Any]) -> str | No
         return region_for(function).reason
     except TypeError:  # neither it nor its code can be referred to weakly
         return "a callable without an identity"
+
+
+def _is_in_torchs_checkpoint() -> bool:
+    """Whether torch's own checkpoint is the next scope around, in its forward or in its replay.
+
+    It counts what is saved in both. A tape saves more than a checkpoint does, so both runs must take the same way.
+    """
+    hooks = _top_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
 def _small_buffers(module: torch.nn.Module | None) -> list[torch.Tensor]:

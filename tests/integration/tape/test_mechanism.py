@@ -155,6 +155,19 @@ def test_regions_nest_with_torchs_checkpoint(is_ours_outside: bool) -> None:
         assert torch.equal(found, wanted)
 
 
+def test_a_region_in_torchs_checkpoint_in_a_region_with_a_policy_runs_python_in_every_replay() -> None:
+    def middle(x: torch.Tensor) -> torch.Tensor:
+        return hp.checkpoint(torch.sin, hp.checkpoint(torch.exp, x))  # type: ignore[no-any-return]
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return torch_checkpoint(middle, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    x = torch.randn(4, requires_grad=True)
+    (found,) = torch.autograd.grad(hp.checkpoint(outer, x, policy_fn=["mm"]).sum(), x)
+    assert torch.equal(found, torch.autograd.grad(x.exp().sin().sum(), x)[0])
+    assert "inside a region whose Python runs again" in hp.stats().regions_from_python
+
+
 def test_an_error_in_forward_leaves_nothing_open() -> None:
     def region(x: torch.Tensor) -> torch.Tensor:
         x.sin()
