@@ -60,7 +60,7 @@ _LONGEST_CHAIN = 6
 
 
 class unseen:
-    """Our own tensor ops are nobody's business: no dispatch mode sees them, no graph records them.
+    """A context for our own tensor ops: no dispatch mode sees them, no graph records them.
 
     A class, and the bare switch instead of ``torch.no_grad()``: it is entered ten times for every swapped tensor, and a
     generator around two contexts costs four times as much.

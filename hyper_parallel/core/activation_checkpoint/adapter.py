@@ -127,7 +127,7 @@ class Completion(Protocol):
 class StreamCompletion:
     """The end of a copy that a stream carries: an event and the device it belongs to, in one record.
 
-    ``start`` is None for a copy that nobody times.
+    ``start`` is None for a copy that is not timed.
     """
 
     __slots__ = ("_backend", "end", "start")
