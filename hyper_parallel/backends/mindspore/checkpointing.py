@@ -87,6 +87,7 @@ class MindSporeCalls(Calls):
 
     tensors = TENSORS
     hooks = AsyncSaveOnCpu
+    state_class = RegionState
     module_word = "cell"
     framework_keywords = _FRAMEWORK_KEYWORDS
 
@@ -113,32 +114,23 @@ class MindSporeCalls(Calls):
                 **region.kwargs,
             )
 
-    def replay_pairs(self, call: CheckpointCall) -> list[Any]:
-        """See the base class."""
-        pairs: list[Any] = []
-        preserves, region = call.keeps_random_state, call.region
-        # On Ascend MindSpore restores the device's random state itself, so that no op need be kept there for its draws.
-        keeps_draws = call.policy_fn is None and preserves and on_cpu()
-        policy = _RECOMPUTE_ALL if keeps_draws else call.policy_fn
-        state = None
-        if compat.is_recording():  # else nothing is replayed
-            state = RegionState(call.where, region.region, region.take_objects(), keeps_random_state=preserves)
-            pairs.append((state, state.replay()))
-        if policy is not None:
-            pairs.append(
-                create_selective_checkpoint_contexts(
-                    policy,
-                    swap_config=call.swap_config,
-                    where=call.where,
-                    position=call.position,
-                    preserves_draws=preserves,
-                    state=state,
-                )
-            )
-        elif preserves:
+    def policy_pairs(self, call: CheckpointCall, state: RegionState | None) -> list[Any]:
+        """See the base class. On Ascend MindSpore restores the device's random state itself: no op is kept for its draws."""
+        preserves, policy = call.keeps_random_state, call.policy_fn
+        if policy is None and preserves and on_cpu():
+            policy = _RECOMPUTE_ALL
+        if policy is None:
             drawing = Drawing()
-            pairs.append((drawing, Replay(drawing)))
-        return pairs
+            return [(drawing, Replay(drawing))] if preserves else []
+        contexts = create_selective_checkpoint_contexts(
+            policy,
+            swap_config=call.swap_config,
+            where=call.where,
+            position=call.position,
+            preserves_draws=preserves,
+            state=state,
+        )
+        return [contexts]
 
 
 class _Inputs(mindspore.saved_tensors_hooks):  # type: ignore[misc]

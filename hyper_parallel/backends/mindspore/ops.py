@@ -13,12 +13,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable
 from typing import Any, Final
 
 import mindspore
 
 from hyper_parallel.backends.mindspore.storages import storage_key
+from hyper_parallel.core.activation_checkpoint.adapter import instances_in
 
 __all__ = ["OpFacts", "facts_of", "inputs_of", "replay_reason", "tensors_in"]
 
@@ -63,15 +63,7 @@ def inputs_of(args: Any) -> Any:
     return tuple(args[2]) if is_older_primitive else args
 
 
-def tensors_in(values: Iterable[Any]) -> list[Any]:
-    """Every tensor among the values of an op, also in lists and tuples."""
-    found: list[Any] = []
-    for value in values:
-        if isinstance(value, mindspore.Tensor):
-            found.append(value)
-        elif isinstance(value, tuple | list):
-            found.extend(tensors_in(value))
-    return found
+tensors_in = functools.partial(instances_in, mindspore.Tensor)
 
 
 def replay_reason(facts: OpFacts, args: Any, output: Any) -> str | None:

@@ -119,6 +119,6 @@ def _mark_of(tensor: Any) -> tuple[int, int]:
 
 
 def _is_state(place: Place) -> bool:
-    """Whether a stand-in may take the place: nobody asks for its gradient."""
+    """Whether a stand-in may take the place: no gradient is asked for it."""
     tensor = place.tensor
     return not tensor.requires_grad if isinstance(tensor, mindspore.Parameter) else not tensor._requires_grad

@@ -2,7 +2,7 @@
 
 Note: names of storages
     MindSpore shows no object that is one per storage: each tensor has a storage object of its own, and only the address
-    in it is shared. An address names a storage as long as somebody is known to hold its bytes, and no longer.
+    in it is shared. An address names a storage only while a known holder keeps its bytes alive.
 
 Note: versions without bytes
     Autograd's own in-place check is off wherever hooks pack a value, so we check ourselves. ``assign_value`` makes a tensor
@@ -58,7 +58,7 @@ _THIS_THREAD = _ThisThread()
 
 @contextlib.contextmanager
 def unseen() -> Iterator[None]:
-    """Our own tensor ops are nobody's business: no mode of ours counts them, no graph records them."""
+    """A context for our own tensor ops: no mode of ours counts them, no graph records them."""
     _THIS_THREAD.unseen_depth += 1
     try:
         with compat.no_grad():

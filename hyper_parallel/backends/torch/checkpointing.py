@@ -49,6 +49,7 @@ class TorchCalls(Calls):
 
     tensors = TENSORS
     hooks = AsyncSaveOnCpu
+    state_class = RegionState
     module_word = "module"
     framework_keywords = frozenset(
         {"use_reentrant", "preserve_rng_state", "determinism_check", "debug"}
@@ -89,16 +90,9 @@ class TorchCalls(Calls):
             region.function, *region.take_args(), early_stop=call.early_stop, **options, **region.kwargs
         )
 
-    def replay_pairs(self, call: CheckpointCall) -> list[Any]:
+    def policy_pairs(self, call: CheckpointCall, state: RegionState | None) -> list[Any]:
         """See the base class."""
         pairs: list[Any] = []
-        state = None
-        if torch.is_grad_enabled():
-            region = call.region
-            state = RegionState(
-                call.where, region.region, region.take_objects(), keeps_random_state=call.keeps_random_state
-            )
-            pairs.append((state, state.replay()))
         if call.policy_fn is not None:
             pairs.append(
                 create_selective_checkpoint_contexts(

@@ -42,7 +42,7 @@ class OpFacts:
     is_ignored: bool = False  # asks about a tensor, makes nothing
     replay_reason: str | None = None
     is_random: bool = False
-    may_draw: bool = False  # random, or written outside torch: nobody says what such an op draws
+    may_draw: bool = False  # random, or written outside torch: such an op does not say whether it draws
     writes: tuple[int | str, ...] = ()  # the arguments it changes, by position or keyword
     writes_anything: bool = False  # its schema does not say which
     may_be_weight_cast: bool = False  # see is_weight_cast

@@ -23,13 +23,13 @@ Note: bytes without data
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hyper_parallel.core.activation_checkpoint.adapter import FlatBytes
+from hyper_parallel.core.activation_checkpoint.adapter import FlatBytes, instances_in
 
 __all__ = [
     "ViewSpec",
@@ -60,7 +60,7 @@ _LONGEST_CHAIN = 6
 
 
 class unseen:
-    """Our own tensor ops are nobody's business: no dispatch mode sees them, no graph records them.
+    """A context for our own tensor ops: no dispatch mode sees them, no graph records them.
 
     A class, and the bare switch instead of ``torch.no_grad()``: it is entered ten times for every swapped tensor, and a
     generator around two contexts costs four times as much.
@@ -199,17 +199,7 @@ def is_parameter_derived(tensor: torch.Tensor) -> bool:
     return False
 
 
-def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among an op's arguments, also those in lists."""
-    found: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, tuple | list):
-            found.extend(tensors_in(value))
-        elif isinstance(value, dict):  # a higher-order op's
-            found.extend(tensors_in(value.values()))
-    return found
+tensors_in = functools.partial(instances_in, torch.Tensor)
 
 
 def shapes_of(args: Any) -> list[Any]:

@@ -164,7 +164,11 @@ def _name_of(storage: int) -> str:
         for module in region.modules():
             for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
                 for name, tensor in tensors.items():
-                    if type(tensor) in _PLAIN and tensor.untyped_storage()._cdata == storage:
+                    if (
+                        isinstance(tensor, torch.Tensor)
+                        and type(tensor) in _PLAIN
+                        and tensor.untyped_storage()._cdata == storage
+                    ):
                         return f"the {kind} '{name}' of {type(module).__name__}"
     return "a tensor from outside the region"
 

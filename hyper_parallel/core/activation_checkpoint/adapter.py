@@ -44,6 +44,7 @@ __all__ = [
     "VersionToken",
     "View",
     "current_backend",
+    "instances_in",
     "tensor_adapter",
 ]
 
@@ -126,7 +127,7 @@ class Completion(Protocol):
 class StreamCompletion:
     """The end of a copy that a stream carries: an event and the device it belongs to, in one record.
 
-    ``start`` is None for a copy that nobody times.
+    ``start`` is None for a copy that is not timed.
     """
 
     __slots__ = ("_backend", "end", "start")
@@ -365,6 +366,19 @@ class TensorAdapter(abc.ABC):
         found: list[Tensor] = []
         tree_map(lambda leaf: found.append(leaf) if self.is_plain_tensor(leaf) else None, tree)
         return found
+
+
+def instances_in(kind: type, values: Iterable[Any]) -> list[Any]:
+    """The instances of a class among the arguments of an op, also those in lists, tuples and dicts."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, kind):
+            found.append(value)
+        elif isinstance(value, tuple | list):
+            found.extend(instances_in(kind, value))
+        elif isinstance(value, dict):  # an argument of torch's higher-order ops
+            found.extend(instances_in(kind, value.values()))
+    return found
 
 
 def current_backend() -> Any:  # the module hyper_parallel.backends.<framework>

@@ -25,6 +25,7 @@ from hyper_parallel.core.activation_checkpoint.first_step import watch_first_ste
 from hyper_parallel.core.activation_checkpoint.flat_inputs import RegionCall
 from hyper_parallel.core.activation_checkpoint.policy import TensorPolicy
 from hyper_parallel.core.activation_checkpoint.record import Position
+from hyper_parallel.core.activation_checkpoint.region_state import RegionStateBase
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import PolicyError
 
@@ -90,6 +91,7 @@ class Calls(abc.ABC):
 
     tensors: ClassVar[TensorAdapter]
     hooks: ClassVar[Callable[..., contextlib.AbstractContextManager[Any]]]  # the class AsyncSaveOnCpu
+    state_class: ClassVar[type[RegionStateBase]]
     module_word: ClassVar[str]  # what the framework calls a module
     framework_keywords: ClassVar[frozenset[str]]  # of checkpoint(), which belong to the framework's own checkpoint
 
@@ -108,8 +110,11 @@ class Calls(abc.ABC):
         """The :class:`Recomputation` by the framework's own checkpoint, which runs the function again in backward."""
 
     @abc.abstractmethod
-    def replay_pairs(self, call: CheckpointCall) -> list[Any]:
-        """The (forward, replay) pairs of contexts of one call that are ours, outermost first."""
+    def policy_pairs(self, call: CheckpointCall, state: Any) -> list[Any]:
+        """The (forward, replay) pairs of contexts that serve the policy, outermost first.
+
+        ``state`` is the region state (of ``state_class``) of the call; None where nothing is replayed.
+        """
 
     def recorded(
         self, where: str, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], asked: dict[str, Any]
@@ -202,6 +207,13 @@ class Calls(abc.ABC):
     def replay_contexts(self, call: CheckpointCall) -> tuple[Nested, Nested]:
         """The contexts of one call, for the framework's checkpoint: around forward, and around each replay."""
         pairs: list[Any] = [] if call.context_fn is None else [call.context_fn()]
-        pairs += self.replay_pairs(call)
+        state = None
+        if self.tensors.is_recording():  # else nothing is replayed
+            region = call.region
+            state = self.state_class(
+                call.where, region.region, region.take_objects(), keeps_random_state=call.keeps_random_state
+            )
+            pairs.append((state, state.replay()))
+        pairs += self.policy_pairs(call, state)
         pairs.append((_Replayed(), _Replayed()))
         return Nested(*(pair[0] for pair in pairs)), Nested(*(pair[1] for pair in pairs))

@@ -23,7 +23,7 @@ _COPIED_ITERATORS: Final = frozenset(
     {type(iter([])), type(iter(())), type(iter(range(0))), type(iter(range(1 << 70))), type(iter("")), type(iter(b"")),
      type(reversed([])), type(iter(set())), type(iter({})), type(iter({}.values())), type(iter({}.items()))}
 )  # fmt: skip
-"""Iterators whose copy goes on from the same place by itself. A copy of ``zip`` or ``map`` shares what it reads from."""
+"""Iterators whose copy continues from the same place. A copy of ``zip`` or ``map`` shares what it reads from."""
 
 
 def needs_layout(values: Any, is_tensor: Callable[[Any], bool], *, takes_tensors: bool) -> bool:

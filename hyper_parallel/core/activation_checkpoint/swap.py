@@ -49,7 +49,7 @@ __all__ = [
 
 
 class SwapManager:
-    """The door: settings, engines, statistics, groups and declared chains of this process. There is one."""
+    """Settings, engines, statistics, groups and declared chains of this process. There is one manager."""
 
     _instance: ClassVar[SwapManager | None] = None
     _birth: ClassVar[threading.Lock] = threading.Lock()
@@ -225,7 +225,7 @@ class SwapManager:
         return self._declared.declare(first_layer, second_layer, _watch_layers)
 
     def enter_layer(self, layer: Any) -> bool:
-        """A declared layer's forward begins: what it packs joins its group. False for a layer nobody declared."""
+        """A declared layer's forward begins: what it packs joins its group. False for a layer that was not declared."""
         group = self._declared.group_of(layer)
         if group is None:
             return False
