@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 RUN := HYPER_PARALLEL_PLATFORM=torch $(BIN)/python
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help install demo test test-long test-gpu test-mindspore test-machines test-versions docs format clean
+.PHONY: help install demo test test-long test-gpu test-mindspore test-machines test-tape test-versions docs format clean
 .PHONY: check check-style check-types check-tests check-docs check-packages
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "make test-long  what would push 'make test' past 45 minutes"
 	@echo "make test-mindspore  the tests on MindSpore alone, in an environment of their own"
 	@echo "make test-gpu   the GPU suite; needs a CUDA device"
+	@echo "make test-tape  the engine's suites with the native recorder"
 	@echo "make test-machines  the suites that judge numbers, with other kernels and threads"
 	@echo "make test-versions  the engine's suites on every tested torch release; downloads gigabytes"
 	@echo "make check      format, lint, types, import rules, docs without warnings, unit tests; under a minute"
@@ -66,6 +67,10 @@ test-mindspore: .venv-mindspore/.installed
 	OMP_NUM_THREADS=1 HYPER_PARALLEL_PLATFORM=mindspore $(MS) -m pytest tests/on_mindspore -q -n 2 || failed=1; \
 	OMP_NUM_THREADS=1 HYPER_PARALLEL_PLATFORM=mindspore $(MS) -m pytest tests/contract -q --platform mindspore || failed=1; \
 	exit $$failed
+
+# The engine's suites with every region that can be on a tape; 'make test' runs them without, and the tape's own tests with.
+test-tape: install
+	OMP_NUM_THREADS=1 HYPER_PARALLEL_NATIVE=1 $(RUN) -m pytest tests/integration/activation tests/integration/tape tests/fuzz -q -n 2 --dist loadfile -m "not long"
 
 # The suites that judge numbers, under eight choices of kernels and threads: no verdict may depend on the processor.
 test-machines: install
