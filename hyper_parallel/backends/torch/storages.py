@@ -47,6 +47,7 @@ __all__ = [
     "tensors_in",
     "unseen",
     "version_token",
+    "with_counter_of",
 ]
 
 _is_cow_tensor: Callable[[torch.Tensor], bool] = getattr(torch._C, "_is_cow_tensor")  # noqa: B009 (not in torch's stubs)
@@ -109,6 +110,14 @@ def version_token(tensor: torch.Tensor, *, is_below_autograd: bool = False) -> t
     with torch._C._DisableTorchDispatch():
         token.data = empty
     return token
+
+
+def with_counter_of(token: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The same bytes as ``tensor``, with the version counter of ``token`` (see "versions without bytes")."""
+    shared = alias(token)
+    with torch._C._DisableTorchDispatch():
+        shared.data = tensor
+    return shared
 
 
 @functools.lru_cache(maxsize=256)

@@ -120,21 +120,26 @@ class TorchTensorAdapter(TensorAdapter):
         with torch.inference_mode(False), storages.unseen():
             return tensor.clone()
 
-    def view_for_backward(self, view: View, device_bytes: FlatBytes, scope: Scope) -> torch.Tensor:
+    def view_for_backward(
+        self, view: View, device_bytes: FlatBytes, scope: Scope, token: Any, source_key: int | None
+    ) -> torch.Tensor:
         """See the base class. The exception "views that are handed out": one view object for each set of bytes.
 
         The plain step's graph holds the tensor that it hands to a backward. Were ours the only one, and were it returned as a
         gradient, ``AccumulateGrad`` would take it over, and every later change of ``.grad`` would change the saved bytes.
         """
-        views: dict[View, tuple[torch.Tensor, int]] = device_bytes.__dict__.setdefault("handed_out", {})
+        views: dict[Any, tuple[torch.Tensor, int]] = device_bytes.__dict__.setdefault("handed_out", {})
         for known, version in tuple(views.values()):  # another thread may add to them
             if known._version != version:
                 raise_changed(scope, shape=known.shape, dtype=known.dtype, version=version, now=known._version)
-        found = views.get(view)
+        counts_with_source = token is not None and device_bytes.untyped_storage()._cdata == source_key
+        found = views.get((view, counts_with_source))
         if found is not None:
             return found[0]
         made: torch.Tensor = view.over(device_bytes)
-        views[view] = made, made._version
+        if counts_with_source:
+            made = storages.with_counter_of(token, made)
+        views[view, counts_with_source] = made, made._version
         return made
 
     def current_task(self, position: Position) -> graph.GraphTask | None:

@@ -302,8 +302,14 @@ class TensorAdapter(abc.ABC):
     def clone(self, tensor: Tensor) -> Tensor:
         """The same tensor over bytes of its own, made where no graph and no dispatch mode sees it."""
 
-    def view_for_backward(self, view: View, device_bytes: FlatBytes, scope: Scope) -> Tensor:
-        """The view that backward gets. A framework may have to hold what it hands out, and check it."""
+    def view_for_backward(
+        self, view: View, device_bytes: FlatBytes, scope: Scope, token: Any, source_key: int | None
+    ) -> Tensor:
+        """The view that backward gets. A framework may have to hold what it hands out, and check it.
+
+        A backward that is recorded itself saves this view. Where its bytes are still those of the source, whose storage is
+        ``source_key``, the view must count the changes of the source, which ``token`` counts (None: they are no fault).
+        """
         return view.over(device_bytes)
 
     # ------------------------------------------------------------------ autograd

@@ -88,15 +88,15 @@ class SwappedValue:
             view = self.view
             raise_changed(self.scope, shape=view.size, dtype=view.dtype, version=self.version, now=now)
 
-    def _fetch(self) -> Tensor:
+    def _fetch(self, token: Any = None) -> Tensor:
         record, tensors = self.record, self.scope.tensors
         device_bytes: FlatBytes = record.engine.fetch(record, tensors.current_task(record.position))
-        return tensors.view_for_backward(self.view, device_bytes, self.scope)
+        return tensors.view_for_backward(self.view, device_bytes, self.scope, token, record.storage_key)
 
     def unpack(self) -> Tensor:
         """The exact view, on the device, ordered for the current stream. Repeatable. Raises where the plain step would."""
         self._check_unchanged()
-        return self._fetch()
+        return self._fetch(self.token)
 
     def unpack_value(self, *, checks_version: bool) -> Tensor:
         """The same for a value that the framework would recompute: a later change of the source is no fault.

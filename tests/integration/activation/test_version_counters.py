@@ -11,6 +11,7 @@ from torch import nn
 
 import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy
+from hyper_parallel.errors import InPlaceChangeError
 from hyper_parallel.testing import simulated_accelerator
 
 from .scenario import batch
@@ -106,3 +107,19 @@ def test_a_piece_and_its_views_are_copied_once() -> None:
         (got,) = torch.autograd.grad(hp.swap(pieces, x), x)
     assert torch.equal(got, wanted)
     assert sim.swapped_bytes == x.nbytes + x.nbytes // 2
+
+
+def test_a_source_that_changes_after_a_gradient_of_the_gradient_saved_it_again_raises() -> None:
+    """Inside forward, the sine's backward reads the swapped input and saves it once more, for the second derivative."""
+
+    def penalty(x: torch.Tensor) -> torch.Tensor:
+        (slope,) = torch.autograd.grad(x.sin().sum(), x, create_graph=True)
+        return slope
+
+    x = batch()
+    with simulated_accelerator():
+        loss = hp.swap(penalty, x).sum()
+        with torch.no_grad():
+            x.add_(1)
+        with pytest.raises(InPlaceChangeError, match="changed in place after it was saved"):
+            loss.backward()
