@@ -33,19 +33,31 @@ void record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit:
     return;
   }
   const size_t arguments = facts.kind == OpKind::kRefused && !op.hasSchema() ? 0 : op.schema().arguments().size();
-  c10::SmallVector<Tape::Draft, 1> drafts;
-  for (const auto& tape : open_tapes) {
+  const size_t results = op.hasSchema() ? op.schema().returns().size() : 0;
+  if (open_tapes.size() == 1) {
+    Tape& tape = *open_tapes.back();
     Tape::Draft draft;
+    auto lock = locked(tape.mutex());
+    const bool is_recorded = tape.begin(op, facts, *stack, arguments, draft);
+    lock.unlock();
+    op.redispatchBoxed(below, stack);
+    if (!is_recorded) return;
+    lock = locked(tape.mutex());
+    tape.end(op, draft, *stack, results);
+    return;
+  }
+  // Regions that lie in one another all record.
+  std::vector<Tape::Draft> drafts;
+  drafts.reserve(open_tapes.size());
+  for (const auto& tape : open_tapes) {
+    drafts.emplace_back();
     auto lock = locked(tape->mutex());
-    if (!tape->begin(op, facts, *stack, arguments, draft)) continue;
-    draft.tape = tape;
-    drafts.push_back(std::move(draft));
+    if (!tape->begin(op, facts, *stack, arguments, drafts.back())) drafts.pop_back();
   }
   op.redispatchBoxed(below, stack);
-  const size_t results = op.hasSchema() ? op.schema().returns().size() : 0;
   for (auto& draft : drafts) {
     auto lock = locked(draft.tape->mutex());
-    draft.tape->end(draft, *stack, results);
+    draft.tape->end(op, draft, *stack, results);
   }
 }
 

@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <cstring>
 #include <typeinfo>
 
@@ -277,6 +278,15 @@ inline bool note_draws(const torch::jit::Stack& stack, size_t count, std::vector
   return true;
 }
 
+inline void Tape::forget_arguments(const Draft& draft) {
+  arguments_.resize(draft.first_argument);
+  refs_.resize(draft.first_ref);
+}
+
+inline bool is_among(const c10::SmallVectorImpl<uint8_t>& positions, size_t at) {
+  return std::find(positions.begin(), positions.end(), at) != positions.end();
+}
+
 inline bool Tape::begin(
     const c10::OperatorHandle& op, const OpFacts& facts, const torch::jit::Stack& stack, size_t count, Draft& draft) {
   if (!is_open_ || is_replaying || !reason_.empty()) return false;
@@ -284,46 +294,33 @@ inline bool Tape::begin(
     stop(std::string("it runs ") + facts.reason + " (" + op.operator_name().name + ")");
     return false;
   }
+  draft.tape = this;
   draft.facts = &facts;
-  draft.handle = op;
   draft.hash = facts.hash;
-  auto is_written = [&](size_t at) {
-    for (auto position : facts.writes) {
-      if (position == at) return true;
-    }
-    return false;
-  };
+  draft.first_argument = arguments_.size();
+  draft.argument_count = count;
+  draft.first_ref = refs_.size();
   const size_t base = stack.size() - count;
   bool hides_writes = !facts.hidden_writes.empty();
   if (hides_writes && facts.training_flag >= 0 && static_cast<size_t>(facts.training_flag) < count) {
     const auto& flag = stack[base + facts.training_flag];
     hides_writes = !flag.isBool() || flag.toBool();
   }
-  auto is_hidden_write = [&](size_t at) {
-    if (!hides_writes) return false;
-    for (auto position : facts.hidden_writes) {
-      if (position == at) return true;
-    }
-    return false;
-  };
-  draft.arguments.reserve(count);
   for (size_t at = 0; at < count; ++at) {
     const auto& value = stack[base + at];
-    draft.arguments.emplace_back();
-    Argument& argument = draft.arguments.back();
-    const bool writes = is_written(at) || is_hidden_write(at);
+    arguments_.emplace_back();
+    Argument& argument = arguments_.back();
+    argument.first = static_cast<int>(refs_.size());
+    const bool writes = is_among(facts.writes, at) || (hides_writes && is_among(facts.hidden_writes, at));
     auto add = [&](const at::Tensor& tensor) {
-      draft.refs.emplace_back();
-      Ref& ref = draft.refs.back();
+      refs_.emplace_back();
       if (!tensor.defined()) return true;
+      Ref& ref = refs_.back();
       if (!refer(tensor, writes && facts.overwrites, ref)) return false;
-      const Slot& slot = slots_[ref.slot];
-      draft.hash = mix(draft.hash, mix(slot.origin, ref.version > 0 ? 2 : 1));
-      draft.read.push_back(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+      draft.hash = mix(draft.hash, mix(slots_[ref.slot].origin, ref.version > 0 ? 2 : 1));
       if (writes) draft.written.emplace_back(ref.slot, tensor);
       return true;
     };
-    argument.first = static_cast<int>(draft.refs.size());
     bool is_fine = true;
     if (value.isTensor() && value.toTensor().defined()) {
       argument.kind = Argument::Kind::kTensor;
@@ -339,21 +336,29 @@ inline bool Tape::begin(
     } else {
       argument.constant = value;
     }
-    if (!is_fine) return false;
-    argument.count = static_cast<int>(draft.refs.size()) - argument.first;
+    if (!is_fine) {
+      forget_arguments(draft);
+      return false;
+    }
+    argument.count = static_cast<int>(refs_.size()) - argument.first;
   }
   for (auto& [slot, tensor] : draft.written) {
-    if (!before_write(slots_[slot])) return false;
+    if (before_write(slots_[slot])) continue;
+    forget_arguments(draft);
+    return false;
   }
   // A copy that was made just now stands for the tensor in this op too.
-  for (auto& ref : draft.refs) {
-    if (ref.slot != kNone && !slots_[ref.slot].is_created && slots_[ref.slot].kept_version != kNone) ref.held = kNone;
+  if (!draft.written.empty()) {
+    for (size_t at = draft.first_ref; at < refs_.size(); ++at) {
+      Ref& ref = refs_[at];
+      if (ref.slot != kNone && !slots_[ref.slot].is_created && slots_[ref.slot].kept_version != kNone) ref.held = kNone;
+    }
   }
   if (facts.is_random) note_draws(stack, count, draft.draws);
   return true;
 }
 
-inline void Tape::end(Draft& draft, const torch::jit::Stack& stack, size_t count) {
+inline void Tape::end(const c10::OperatorHandle& handle, Draft& draft, const torch::jit::Stack& stack, size_t count) {
   const OpFacts& facts = *draft.facts;
   c10::SmallVector<Output, 2> created;
   int position = 0;
@@ -364,9 +369,9 @@ inline void Tape::end(Draft& draft, const torch::jit::Stack& stack, size_t count
       const int here = position++;
       if (refused != nullptr || (refused = why_not_plain(tensor)) != nullptr) return;
       const auto& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
-      const auto* key = storage.unsafeGetStorageImpl();
-      if (slot_by_storage_.count(key) != 0) return;  // in place, or a view that the schema does not tell of
       const int index = static_cast<int>(slots_.size());
+      // Known: it was written in place, or is a view that the schema does not tell of.
+      if (!slot_by_storage_.emplace(storage.unsafeGetStorageImpl(), index).second) return;
       slots_.emplace_back();
       Slot& slot = slots_.back();
       slot.storage = storage.getWeakStorageImpl();
@@ -375,7 +380,6 @@ inline void Tape::end(Draft& draft, const torch::jit::Stack& stack, size_t count
       slot.is_unset = facts.leaves_bytes_unset;
       slot.created_by = this_op;
       slot.origin = mix(facts.hash, static_cast<size_t>(here) + 2);
-      slot_by_storage_.emplace(key, index);
       created.push_back({index, here});
       const bool is_small = slot.nbytes <= limits_.steering_output;
       const bool is_index = c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true);
@@ -385,33 +389,34 @@ inline void Tape::end(Draft& draft, const torch::jit::Stack& stack, size_t count
     });
   }
   if (refused != nullptr) {
-    stop(std::string("an op returned ") + refused + " (" + draft.handle->operator_name().name + ")");
+    stop(std::string("an op returned ") + refused + " (" + handle.operator_name().name + ")");
+    forget_arguments(draft);
     return;
   }
-  if (created.empty() && draft.written.empty()) return;
-  Op op{*draft.handle, static_cast<int>(arguments_.size()), static_cast<int>(draft.arguments.size()), std::move(created), {},
-        facts.kind == OpKind::kReplayable, c10::GradMode::is_enabled(), std::move(draft.draws)};
-  const int first_ref = static_cast<int>(refs_.size());
-  for (auto& argument : draft.arguments) {
-    argument.first += first_ref;
-    arguments_.push_back(std::move(argument));
+  if (created.empty() && draft.written.empty()) {
+    forget_arguments(draft);
+    return;
   }
-  for (auto& ref : draft.refs) refs_.push_back(std::move(ref));
+  c10::SmallVector<std::pair<int, int>, 2> written;
   for (auto& [index, tensor] : draft.written) {
     Slot& slot = slots_[index];
     const auto& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
     if (slot.nbytes != storage.nbytes() || slot_by_storage_.count(storage.unsafeGetStorageImpl()) == 0) {
-      stop("an op gave a tensor another storage (" + op.handle.operator_name().name + ")");
+      stop("an op gave a tensor another storage (" + handle.operator_name().name + ")");
+      forget_arguments(draft);
       return;
     }
     bool is_twice = false;
-    for (const auto& known : op.written) is_twice = is_twice || known.first == index;
+    for (const auto& known : written) is_twice = is_twice || known.first == index;
     if (is_twice) continue;
     slot.is_unset = false;
     slot.writes += 1;
-    op.written.emplace_back(index, slot.writes);
+    written.emplace_back(index, slot.writes);
   }
-  ops_.push_back(std::move(op));
+  ops_.push_back(Op{
+      handle, static_cast<int>(draft.first_argument), static_cast<int>(draft.argument_count),
+      std::move(created), std::move(written), facts.kind == OpKind::kReplayable, c10::GradMode::is_enabled(),
+      std::move(draft.draws)});
   counters().recorded_ops.fetch_add(1, std::memory_order_relaxed);
   const size_t pair = mix(last_hash_, draft.hash);
   last_hash_ = draft.hash;

@@ -157,7 +157,7 @@ class Tape : public std::enable_shared_from_this<Tape> {
   // Recorder.
   struct Draft;  // one op, between its call and its return
   bool begin(const c10::OperatorHandle& op, const OpFacts& facts, const torch::jit::Stack& stack, size_t count, Draft& draft);
-  void end(Draft& draft, const torch::jit::Stack& stack, size_t count);
+  void end(const c10::OperatorHandle& op, Draft& draft, const torch::jit::Stack& stack, size_t count);
   void stop(std::string reason);
 
   // Handles.
@@ -189,6 +189,7 @@ class Tape : public std::enable_shared_from_this<Tape> {
   int find_or_hold(const at::Tensor& tensor, const View& view, int& held);
   void keep_alive(Slot& slot, const at::Tensor& tensor);
   bool before_write(Slot& slot);
+  void forget_arguments(const Draft& draft);
   void collect_dead();
   at::Tensor held_value(Held& held);
   bool is_held(const Handle& handle) const;
@@ -221,16 +222,16 @@ class Tape : public std::enable_shared_from_this<Tape> {
   c10::optional<c10::Stream> made_stream_;
 };
 
+// An op between its call and its return. Its arguments are at the end of the tape's tables already.
 struct Tape::Draft {
-  std::shared_ptr<Tape> tape;
+  Tape* tape = nullptr;
   const OpFacts* facts = nullptr;
-  c10::optional<c10::OperatorHandle> handle;
-  std::vector<Argument> arguments;
-  std::vector<Ref> refs;
-  c10::SmallVector<std::pair<int, at::Tensor>, 2> written;  // slot and the tensor through which it is written
-  std::vector<std::pair<at::Generator, at::Tensor>> draws;
-  c10::SmallVector<const c10::StorageImpl*, 6> read;
+  size_t first_argument = 0;
+  size_t argument_count = 0;
+  size_t first_ref = 0;
   size_t hash = 0;
+  c10::SmallVector<std::pair<int, at::Tensor>, 2> written;  // slot, and the tensor through which it is written
+  std::vector<std::pair<at::Generator, at::Tensor>> draws;
 };
 
 // Settings of the process under which kernels choose what they do.
