@@ -51,6 +51,7 @@ class Machine:
     disk_path: str
     disk: DiskSpeed | None = None
     disk_problem: str = ""
+    recorder_problem: str = ""  # why recomputed regions run Python again; empty: they run from a tape
     settings_problem: str = ""
     chosen_platform: str = ""
 
@@ -106,6 +107,9 @@ def examined(disk_path: str) -> Machine:
             facts["accelerators"] = machine.accelerators()
         except (RuntimeError, MemoryError) as error:
             facts["torch_problem"] = f"a device is there and cannot be used: {error}"
+        from hyper_parallel.backends.torch import native
+
+        facts["recorder_problem"] = native.why_not() or ""
         facts["copy_bytes_per_second"] = machine.memory_copy_bytes_per_second()
         try:
             facts["disk"] = machine.disk_speed(disk_path)
@@ -172,6 +176,13 @@ def findings(machine: Machine) -> list[Finding]:
     has_device = bool(machine.accelerators)
     found = [
         Finding(what="recompute", works="yes", because="needs nothing but torch"),
+        Finding(
+            what="recompute from a tape",
+            works="no" if machine.recorder_problem else "yes",
+            because=f"regions run Python again, because of the native recorder: {machine.recorder_problem}"
+            if machine.recorder_problem
+            else "regions without a policy run their Python once; see docs/tape.md",
+        ),
         Finding(
             what="swap to pinned memory",
             works="yes" if has_device else "no",

@@ -68,6 +68,7 @@ def _since(before: SwapStats, stats: SwapStats) -> SwapStats:
         swapped_out_bytes=stats.swapped_out_bytes - before.swapped_out_bytes,
         recomputed_bytes=stats.recomputed_bytes - before.recomputed_bytes,
         saved_bytes=stats.saved_bytes - before.saved_bytes,
+        regions_from_tape=stats.regions_from_tape - before.regions_from_tape,
         kept_bytes={reason: nbytes for reason, nbytes in kept.items() if nbytes},
     )
 
@@ -77,9 +78,10 @@ def _line(stats: SwapStats, first_step: FirstStep) -> str:
     regions = first_step.recomputed_regions
     if regions:
         what = "1 region" if regions == 1 else f"{regions} regions"
-        done.append(
-            f"recomputed {what}" + (f" ({show_bytes(stats.recomputed_bytes)})" if stats.recomputed_bytes else "")
-        )
+        how = f" ({show_bytes(stats.recomputed_bytes)})" if stats.recomputed_bytes else ""
+        if stats.regions_from_tape:
+            how += " from a tape" if stats.regions_from_tape >= regions else f", {stats.regions_from_tape} from a tape"
+        done.append(f"recomputed {what}{how}")
     if stats.saved_bytes:
         done.append(f"saved {show_bytes(stats.saved_bytes)}")
     kept = ", ".join(f"{reason} {show_bytes(stats.kept_bytes[reason])}" for reason in sorted(stats.kept_bytes))

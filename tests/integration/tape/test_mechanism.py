@@ -220,3 +220,10 @@ def test_without_the_recorder_everything_works_and_says_so(monkeypatch: pytest.M
     stats = hp.stats()
     assert stats.regions_from_tape == 0
     assert next(iter(stats.regions_from_python)).startswith("no native recorder: it is switched off")
+
+
+def test_the_first_steps_line_says_how_many_regions_run_from_a_tape(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    with caplog.at_level("INFO", logger="hyper_parallel.summary"):
+        hp.checkpoint(mlp(), hp.checkpoint(mlp(), x)).sum().backward()
+    assert "recomputed 2 regions from a tape" in caplog.text

@@ -46,6 +46,7 @@ def test_without_an_accelerator_the_disk_is_what_there_is() -> None:
     found = verdicts(HOST)
     assert found == {
         "recompute": "yes",
+        "recompute from a tape": "yes",
         "swap to pinned memory": "no",
         "swap to disk": "yes",
         "planning a budget": "no",
@@ -111,3 +112,11 @@ def test_the_command_measures_this_machine(
     assert said["machine"]["packages"]["torch"].startswith("2.")
     assert said["machine"]["available_bytes"] <= said["machine"]["memory_bytes"]
     assert {"what": "settings in the environment", "works": "no"}.items() <= said["findings"][-1].items()
+
+
+def test_a_tape_is_named_with_the_reason_why_there_is_none() -> None:
+    assert verdicts(HOST)["recompute from a tape"] == "yes"
+    without = dataclasses.replace(HOST, recorder_problem="there is no C++ compiler")
+    (found,) = [finding for finding in findings(without) if finding.what == "recompute from a tape"]
+    assert found.works == "no"
+    assert "there is no C++ compiler" in found.because
