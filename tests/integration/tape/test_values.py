@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import hyper_parallel as hp
 from hyper_parallel.errors import InPlaceChangeError
 
-from .models import RECORDED, WIDTH, ChangedUnseen, Effects, LargeBuffer, mlp
+from .models import RECORDED, WIDTH, ChangedUnseen, Effects, LargeBuffer, OwnExp, OwnKernel, mlp
 
 Run = Callable[..., torch.Tensor]
 
@@ -215,3 +215,31 @@ def test_programs_that_torchs_checkpoint_gets_wrong_are_right(name: str) -> None
     except Exception:
         is_right = False
     assert not is_right, "torch's checkpoint is right here too: choose another program"
+
+
+def test_a_kept_result_that_is_changed_after_the_region_is_made_again() -> None:
+    def region(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, order = x.sort()
+        return values.exp(), order
+
+    x = torch.randn(8, requires_grad=True)
+    (wanted,) = torch.autograd.grad(region(x * 2)[0][:3].sum(), x)
+    for _ in range(2):
+        output, order = hp.checkpoint(region, x * 2)
+        order.zero_()
+        (found,) = torch.autograd.grad(output[:3].sum(), x)
+        assert torch.equal(found, wanted)
+
+
+def test_a_result_that_cannot_be_made_again_and_was_changed_after_the_region_raises() -> None:
+    model = OwnKernel()
+    x = torch.randn(4, WIDTH, requires_grad=True)
+
+    def region(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made: torch.Tensor = OwnExp.apply(model.inner(x))
+        return (made * x).tanh(), made
+
+    output, made = hp.checkpoint(region, x)
+    made.detach().add_(1)
+    with pytest.raises(InPlaceChangeError, match="changed in place after it was saved"):
+        output.sum().backward()

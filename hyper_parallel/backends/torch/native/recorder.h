@@ -206,8 +206,13 @@ inline int Tape::find_or_hold(const at::Tensor& tensor, const View& view, int& h
 }
 
 // Keep a created slot's bytes from here on: what is there now is what its readers read.
-inline void Tape::keep_alive(Slot& slot, const at::Tensor& tensor) {
+inline void Tape::keep_alive(Slot& slot, const at::Tensor& tensor, bool can_be_remade) {
   if (slot.kept_version != kNone) return;
+  slot.can_be_remade = can_be_remade;
+  if (counts_versions(tensor)) {
+    slot.kept_counter = tensor.unsafeGetTensorImpl()->version_counter();
+    slot.kept_at = slot.kept_counter.current_version();
+  }
   slot.kept = tensor.unsafeGetTensorImpl()->unsafe_storage();
   slot.owns_kept = false;
   slot.kept_version = slot.writes;
@@ -247,7 +252,7 @@ inline bool Tape::refer(const at::Tensor& tensor, bool is_overwritten, Ref& ref)
   Slot& slot = slots_[ref.slot];
   ref.version = slot.writes;
   if (slot.is_created && slot.kept_version == kNone && !is_overwritten) {
-    if ((slot.is_unset && tensor.numel() > 0) || is_from_python_function(tensor)) keep_alive(slot, tensor);
+    if ((slot.is_unset && tensor.numel() > 0) || is_from_python_function(tensor)) keep_alive(slot, tensor, false);
   }
   return true;
 }
@@ -384,7 +389,7 @@ inline void Tape::end(const c10::OperatorHandle& handle, Draft& draft, const tor
       const bool is_small = slot.nbytes <= limits_.steering_output;
       const bool is_index = c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true);
       if (facts.kind == OpKind::kKept || (is_small && (facts.is_steering || is_index) && !slot.is_unset)) {
-        keep_alive(slot, tensor);
+        keep_alive(slot, tensor, facts.kind == OpKind::kReplayable);
       }
     });
   }
@@ -441,13 +446,13 @@ inline int Tape::pack(const at::Tensor& tensor) {
     handle.view = View::of(tensor);
     handle.slot = find_or_hold(tensor, handle.view, handle.held);
     Slot& slot = slots_[handle.slot];
-    if (slot.is_created && slot.is_unset && tensor.numel() > 0) keep_alive(slot, tensor);
+    if (slot.is_created && slot.is_unset && tensor.numel() > 0) keep_alive(slot, tensor, false);
     handle.version = slot.writes;
     slot.living_handles += 1;
     if (handle.held != kNone) slot.held[handle.held].living_handles += 1;
   }
-  const bool is_remade = is_plain && handle.held == kNone;
-  if (!is_plain || (is_remade && !still_proven_)) handle.kept = alias_of(tensor);
+  const bool is_on_probation = is_plain && is_remade(handle) && !still_proven_;
+  if (!is_plain || is_on_probation) handle.kept = alias_of(tensor);
   handles_.push_back(std::move(handle));
   return static_cast<int>(handles_.size()) - 1;
 }

@@ -293,6 +293,23 @@ inline void Tape::release(int handle) {
   if (lock.owns_lock()) collect_dead();
 }
 
+// Kept bytes that are a tensor of the user's may be changed after the region. Then its ops make them again, or this raises.
+inline void Tape::check_kept(Slot& slot) {
+  if (is_open_ || slot.kept_version == kNone || slot.owns_kept || slot.kept_at < 0) return;
+  const int64_t now = slot.kept_counter.current_version();
+  if (now == slot.kept_at) return;
+  if (!slot.can_be_remade) {
+    ChangedInPlace error;
+    error.where = where_;
+    error.what_changed = "of " + std::to_string(slot.nbytes) + " bytes";
+    error.version = slot.kept_at;
+    error.now = now;
+    throw error;
+  }
+  slot.kept = c10::Storage();
+  slot.kept_version = kNone;
+}
+
 // Whether a handle's value is the held tensor itself: it was made outside, and the region does not write it.
 inline bool Tape::is_held(const Handle& handle) const {
   return handle.held != kNone && slots_[handle.slot].kept_version == kNone;
@@ -305,6 +322,7 @@ inline bool Tape::is_remade(const Handle& handle) const {
 }
 
 inline void Tape::make_missing() {
+  for (Slot& slot : slots_) check_kept(slot);
   Replay replay(*this);
   std::vector<int> wanted(slots_.size(), kNone);
   for (const Handle& handle : handles_) {
@@ -386,6 +404,7 @@ inline at::Tensor Tape::unpack(int index) {
   if (handle.kept.defined()) return handle.kept;
   Slot& slot = slots_[handle.slot];
   if (is_held(handle)) return held_value(slot.held[handle.held]);
+  check_kept(slot);
   if (slot.kept_version == handle.version) return handle.view.over(slot.kept);
   if (!slot.made) make_missing();
   order_after_made(slot.made);
@@ -402,6 +421,9 @@ inline void Tape::close() {
   slot_by_storage_.clear();
   for (Handle& handle : handles_) {
     if (handle.saved_version >= 0) handle.closed_version = handle.counter.current_version();
+  }
+  for (Slot& slot : slots_) {
+    if (slot.kept_at >= 0) slot.kept_at = slot.kept_counter.current_version();
   }
 }
 

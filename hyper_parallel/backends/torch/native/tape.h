@@ -108,6 +108,9 @@ struct Slot {
   c10::Storage kept;      // its bytes at `kept_version`
   bool owns_kept = false;  // a copy of ours: no op of the region can change it
   int kept_version = kNone;
+  bool can_be_remade = true;  // its kept bytes are those that its recorded ops make
+  c10::VariableVersion kept_counter{c10::VariableVersion::DISABLED};  // sees changes of kept bytes that are not a copy
+  int64_t kept_at = -1;       // its version when the region ended; -1: it counts none
   c10::Storage made;      // remade, at the version that handles want
   int living_handles = 0;
   size_t origin = 0;      // which op made it, for the sequence's hash
@@ -187,7 +190,8 @@ class Tape : public std::enable_shared_from_this<Tape> {
 
   bool refer(const at::Tensor& tensor, bool is_overwritten, Ref& ref);
   int find_or_hold(const at::Tensor& tensor, const View& view, int& held);
-  void keep_alive(Slot& slot, const at::Tensor& tensor);
+  void keep_alive(Slot& slot, const at::Tensor& tensor, bool can_be_remade);
+  void check_kept(Slot& slot);
   bool before_write(Slot& slot);
   void forget_arguments(const Draft& draft);
   void collect_dead();
