@@ -147,6 +147,9 @@ PROBES: dict[str, Callable[[], None]] = {
     "bytes returned as a gradient": lambda: test_kept_bytes_as_gradients.test_swapped_and_zeroed_between_two_backwards(
         2**20, swap_inputs=False
     ),
+    "a source that is saved again": lambda: (
+        test_version_counters.test_a_source_that_changes_after_a_gradient_of_the_gradient_saved_it_again_raises()
+    ),
     "pieces of one storage": lambda: test_version_counters.test_pieces_that_change_one_after_the_other(),
     "gradient inside a region": lambda: test_replayed_graph.test_a_gradient_inside_a_region_within_another_checkpoint(
         CheckpointPolicy.MUST_SAVE
@@ -396,12 +399,24 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Edit(
                 f"{TORCH}.tensor_adapter:TorchTensorAdapter.view_for_backward",
-                "views[view] = made, made._version",
+                "views[view, counts_with_source] = made, made._version",
                 "pass",
             ),
         ),
         "bytes returned as a gradient",
         r"equal",
+    ),
+    Mutant(
+        "what is handed out counts its own changes alone",
+        (
+            Edit(
+                f"{TORCH}.tensor_adapter:TorchTensorAdapter.view_for_backward",
+                "if counts_with_source:",
+                "if False:",
+            ),
+        ),
+        "a source that is saved again",
+        r"DID NOT RAISE",
     ),
     Mutant(
         "the same number on another counter counts",
