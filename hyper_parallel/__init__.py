@@ -1,6 +1,6 @@
 """Save, recompute or swap every activation of a training step, without changing a gradient.
 
-The door. Names are found at first use; importing this package imports no framework.
+The public names. They are found at first use; importing this package imports no framework.
 """
 
 from __future__ import annotations

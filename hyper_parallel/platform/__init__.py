@@ -1,4 +1,4 @@
-"""The border: the only rooms of the library that say torch or mindspore.
+"""The Platform contract on torch and MindSpore. The engine's adapters of both are in ``backends``.
 
 Importing this package imports no framework; :func:`get_platform` does, at its first call.
 """

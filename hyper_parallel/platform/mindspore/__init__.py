@@ -1,1 +1,1 @@
-"""The MindSpore side of the border."""
+"""The Platform contract on MindSpore."""

@@ -1,1 +1,1 @@
-"""The torch side of the border."""
+"""The Platform contract on torch."""
