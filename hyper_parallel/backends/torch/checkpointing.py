@@ -20,6 +20,7 @@ from hyper_parallel.backends.torch.region_state import RegionState
 from hyper_parallel.backends.torch.saved_tensors import AsyncSaveOnCpu, unpack
 from hyper_parallel.backends.torch.selective import create_selective_checkpoint_contexts
 from hyper_parallel.backends.torch.tape import region_for, why_no_tape
+from hyper_parallel.backends.torch.tape_policies import SwappedOutputs
 from hyper_parallel.backends.torch.tensor_adapter import TENSORS
 from hyper_parallel.backends.torch.transformers_cache import with_own_cache
 from hyper_parallel.core.activation_checkpoint.calls import (
@@ -27,6 +28,7 @@ from hyper_parallel.core.activation_checkpoint.calls import (
     CheckpointCall,
     ContextPair,
     Recomputation,
+    RecordedCall,
     noop_context_fn,
 )
 from hyper_parallel.core.activation_checkpoint.contexts import Nested
@@ -64,17 +66,17 @@ class TorchCalls(Calls):
         """See the base class."""
         return with_own_cache(function, args, kwargs)
 
-    def recorded(
-        self, where: str, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], asked: dict[str, Any]
-    ) -> Recomputation | None:
+    def recorded(self, call: RecordedCall) -> Recomputation | None:
         """See the base class."""
         if not torch.is_grad_enabled():
             return None
-        reason = why_no_tape(function, asked)
+        reason = why_no_tape(call.function, call.policy, call.asked)
         if reason is not None:
             SwapManager().counters.add_to("regions_from_python", reason)
             return None
-        return functools.partial(region_for(function).run, where, function, args, kwargs)
+        swaps = None if call.policy is None else SwappedOutputs(call.where, call.swap_config, call.position)
+        region = region_for(call.function)
+        return functools.partial(region.run, call.where, call.function, call.args, call.kwargs, call.policy, swaps)
 
     def run_replayable(self, call: CheckpointCall) -> Any:
         """See the base class. Without gradients nothing is replayed.

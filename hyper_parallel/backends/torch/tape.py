@@ -24,7 +24,10 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hyper_parallel.backends.torch import native
+from hyper_parallel.backends.torch.storages import tensors_in
+from hyper_parallel.backends.torch.tape_policies import SwappedOutputs, fates_for
 from hyper_parallel.core.activation_checkpoint.calls import is_in_replayed_region
+from hyper_parallel.core.activation_checkpoint.policy import PolicyTable
 from hyper_parallel.core.activation_checkpoint.region_state import changed_in_place
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import InPlaceChangeError
@@ -36,8 +39,8 @@ _STEERING_OUTPUT_BYTES: Final = 2**20
 
 _SMALL_BUFFER_BYTES: Final = 2**16
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
-_SERVED: Final = frozenset({"preserve_rng_state"})
-"""Options of a checkpoint that a tape serves: its replays always draw the same numbers."""
+_SERVED: Final = frozenset({"preserve_rng_state", "respect_saved_tensors_hooks"})
+"""Options of a checkpoint that a tape serves: its replays always draw the same numbers, and hooks around it see what is held."""
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -53,11 +56,22 @@ class TapeRegion:
         self._module = weakref.ref(owner) if isinstance(owner, torch.nn.Module) and _small_buffers(owner) else None
         self.reason = _why_not_this_module(owner)  # why calls run Python again
 
-    def run(self, where: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the function once, recorded."""
+    def run(
+        self,
+        where: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        policy: PolicyTable | None = None,
+        swaps: SwappedOutputs | None = None,
+    ) -> Any:
+        """Call the function once, recorded. ``swaps`` comes with a policy."""
         recorder = self._recorder
-        tape = recorder.Tape(where, self._belief, _COPIED_BEFORE_WRITE_BYTES, _STEERING_OUTPUT_BYTES)
+        fates = None if policy is None else fates_for(policy)
+        tape = recorder.Tape(where, self._belief, _COPIED_BEFORE_WRITE_BYTES, _STEERING_OUTPUT_BYTES, fates, swaps)
         outer = _top_hooks(True)
+        if outer is not None:
+            tape.show_arguments(tensors_in((args, kwargs)), *outer)
         _push_hooks(tape.pack_hook(), recorder.unpack)
         try:
             tape.open()
@@ -68,6 +82,8 @@ class TapeRegion:
         finally:
             _pop_hooks()
         tape.close()
+        if swaps is not None:
+            swaps.close()
         reason = tape.reason
         if not reason and not tape.is_proven:
             reason = tape.prove()
@@ -80,6 +96,8 @@ class TapeRegion:
             counters.add_to("regions_from_python", reason, 1)
         else:
             counters.add("regions_from_tape", 1)
+        counters.add("recomputed_bytes", tape.recomputed_bytes)
+        counters.add("saved_bytes", tape.saved_bytes)
         return output
 
 
@@ -101,10 +119,12 @@ def region_for(function: Callable[..., Any]) -> TapeRegion:
     return region
 
 
-def why_no_tape(function: Callable[..., Any], asked: dict[str, Any]) -> str | None:
+def why_no_tape(function: Callable[..., Any], policy: Any, asked: dict[str, Any]) -> str | None:
     """Why a call of this function runs Python again in backward; None when it is recorded."""
     if native.load() is None:
         return f"no native recorder: {native.why_not()}"
+    if policy is not None and not isinstance(policy, PolicyTable):
+        return "a policy that is a function of an op's arguments"
     for name, value in asked.items():
         if value and name not in _SERVED:
             return f"the option {name}"

@@ -23,13 +23,21 @@ from hyper_parallel.core.activation_checkpoint.adapter import TensorAdapter
 from hyper_parallel.core.activation_checkpoint.contexts import Nested
 from hyper_parallel.core.activation_checkpoint.first_step import watch_first_step
 from hyper_parallel.core.activation_checkpoint.flat_inputs import RegionCall
-from hyper_parallel.core.activation_checkpoint.policy import TensorPolicy
+from hyper_parallel.core.activation_checkpoint.policy import TensorPolicy, as_op_policy
 from hyper_parallel.core.activation_checkpoint.record import Position
 from hyper_parallel.core.activation_checkpoint.region_state import RegionStateBase
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import PolicyError
 
-__all__ = ["Calls", "CheckpointCall", "ContextPair", "Recomputation", "is_in_replayed_region", "noop_context_fn"]
+__all__ = [
+    "Calls",
+    "CheckpointCall",
+    "ContextPair",
+    "RecordedCall",
+    "Recomputation",
+    "is_in_replayed_region",
+    "noop_context_fn",
+]
 
 ContextPair = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 
@@ -53,6 +61,20 @@ class CheckpointCall:
     swaps_inputs: bool
     keeps_random_state: bool
     options: dict[str, Any]  # of the framework's own checkpoint
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class RecordedCall:
+    """One call of :meth:`Calls.checkpoint`, for a way to recompute that needs the function once."""
+
+    where: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    position: Position
+    policy: Any  # None, a function, or a PolicyTable
+    swap_config: SwapConfig | None
+    asked: dict[str, Any]  # what else the caller asked of this checkpoint by keyword
 
 
 class Recomputation(Protocol):
@@ -116,13 +138,8 @@ class Calls(abc.ABC):
         ``state`` is the region state (of ``state_class``) of the call; None where nothing is replayed.
         """
 
-    def recorded(
-        self, where: str, function: Callable[..., Any], args: Any, kwargs: dict[str, Any], asked: dict[str, Any]
-    ) -> Recomputation | None:
-        """The :class:`Recomputation` by a recording of the ops; None where the function must run again in backward.
-
-        ``asked`` has what the caller asked of this checkpoint by keyword.
-        """
+    def recorded(self, call: RecordedCall) -> Recomputation | None:
+        """The :class:`Recomputation` by a recording of the ops; None where the function must run again in backward."""
         return None
 
     def prepared(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Callable[..., Any]:
@@ -148,8 +165,19 @@ class Calls(abc.ABC):
         if policy_fn is not None or swap_inputs:
             self.tensors.refuse_capture(where)
         position = Position(self.tensors.next_sequence())
-        asked = {"policy_fn": policy_fn, "context_fn": context_fn, **options}
-        run = self.recorded(where, function, args, kwargs, asked)
+        policy = None if policy_fn is None else as_op_policy(policy_fn, where=where)
+        run = self.recorded(
+            RecordedCall(
+                where=where,
+                function=function,
+                args=args,
+                kwargs=kwargs,
+                position=position,
+                policy=policy,
+                swap_config=swap_config,
+                asked={"context_fn": context_fn, **options},
+            )
+        )
         if run is None:
             keeps_random_state = self.take_random_state_option(options)
             prepared = self.prepared(function, args, kwargs)
@@ -157,7 +185,7 @@ class Calls(abc.ABC):
                 where=where,
                 region=RegionCall(where, prepared, args, kwargs, is_tensor=self.tensors.is_tensor, is_flat=swap_inputs),
                 position=position,
-                policy_fn=policy_fn,
+                policy_fn=policy,
                 context_fn=context_fn,
                 early_stop=early_stop,
                 swap_config=swap_config,

@@ -3,12 +3,13 @@
 ``CheckpointPolicy`` and ``ActivationPolicy`` are the public answers. Here they end: the packer and the regions know only
 the fates save, swap and recompute.
 
-An op policy is asked once for each op instance, in forward. A list is a value too, and its answers are remembered per op,
-so that the cheap form costs one dictionary look-up.
+An op policy is asked once for each op instance, in forward. A :class:`PolicyTable` (a list of names, a plan, rules) does not
+look at arguments: its answers are remembered per op, and a recorded region can use it without calling Python for every op.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Mapping
@@ -23,6 +24,7 @@ __all__ = [
     "ByOpName",
     "OpPolicy",
     "PolicyContext",
+    "PolicyTable",
     "TensorPolicy",
     "as_op_policy",
     "fate_of_op",
@@ -34,6 +36,7 @@ __all__ = [
 OpPolicy = Callable[..., Any]  # (ctx, op, *args, **kwargs) -> CheckpointPolicy | bool
 TensorPolicy = Callable[[Any], Any]  # (tensor) -> CheckpointPolicy | ActivationPolicy | None
 Op = Any  # torch._ops.OpOverload | an object with .name on MindSpore
+Answers = CheckpointPolicy | Mapping[int, CheckpointPolicy] | Callable[[], CheckpointPolicy]  # see PolicyTable
 
 _KNOWN = ", ".join(f"CheckpointPolicy.{policy.name}" for policy in CheckpointPolicy)
 
@@ -85,30 +88,44 @@ def op_names(op: Op) -> tuple[str, ...]:
     return (label,)
 
 
+class PolicyTable(abc.ABC):
+    """A policy that does not look at arguments: what it answers for an op is found once, and remembered."""
+
+    @abc.abstractmethod
+    def answers_for(self, op: Op) -> Answers:
+        """One answer for every instance of the op; or one for each, by how often it came; or a function that is asked."""
+
+
 @dataclasses.dataclass(frozen=True)
-class ByOpName:
-    """A policy that is a table: equal to its twin, printable, picklable."""
+class ByOpName(PolicyTable):
+    """A policy by op names: equal to its twin, printable, picklable."""
 
     table: Mapping[str, CheckpointPolicy]
     otherwise: CheckpointPolicy = CheckpointPolicy.PREFER_RECOMPUTE
 
-    def __call__(self, ctx: Any, op: Op, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def answers_for(self, op: Op) -> CheckpointPolicy:
         """The first of the op's names that the table knows decides."""
         for name in op_names(op):
             if name in self.table:
                 return self.table[name]
         return self.otherwise
 
+    def __call__(self, ctx: Any, op: Op, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        """The same, asked as a function."""
+        return self.answers_for(op)
+
     def __hash__(self) -> int:
         return hash((frozenset(self.table.items()), self.otherwise))
 
 
-def as_op_policy(given: Any, *, where: str) -> OpPolicy:
+def as_op_policy(given: Any, *, where: str) -> OpPolicy | PolicyTable:
     """A callable, or a list of ops and op names to save, as one policy; anything else is an error."""
     if isinstance(given, str | bytes) or given is None:
         raise PolicyError(
             f"{where}: a policy is a function (ctx, op, *args, **kwargs) or a list of ops or op names, got {given!r}"
         )
+    if isinstance(given, PolicyTable):
+        return given
     if isinstance(given, Iterable) and not isinstance(given, Mapping):
         return ByOpName({_listed_name(item, where): CheckpointPolicy.MUST_SAVE for item in given})
     if callable(given):

@@ -20,6 +20,7 @@ Rules
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, Final, Protocol
@@ -28,7 +29,7 @@ from hyper_parallel.core.activation_checkpoint.adapter import Tensor
 from hyper_parallel.core.activation_checkpoint.engine import Engine
 from hyper_parallel.core.activation_checkpoint.packed import KeptValue, Packed, SwappedValue, map_packed, packed_in
 from hyper_parallel.core.activation_checkpoint.packer import Packer
-from hyper_parallel.core.activation_checkpoint.policy import ByOpName, PolicyContext, fate_of_op, op_label
+from hyper_parallel.core.activation_checkpoint.policy import PolicyContext, PolicyTable, fate_of_op, op_label
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import InPlaceChangeError, PolicyError, ReplayMismatchError
 from hyper_parallel.fates import Fate
@@ -113,7 +114,9 @@ class RegionForward:
     def __init__(self, region: Region) -> None:
         self._region = region
         self._entries = region.entries
-        self._answers: dict[Hashable, Fate] | None = {} if isinstance(region.policy, ByOpName) else None
+        self._answers: dict[Hashable, Fate | Callable[[], Fate]] | None = (
+            {} if isinstance(region.policy, PolicyTable) else None
+        )
         self._recomputed_bytes = 0
         self._saved_bytes = 0
         self._index = 0
@@ -135,14 +138,25 @@ class RegionForward:
             counters.add_to("replayed_ops", reason, count)
 
     def _fate_of(self, key: Hashable, op: Any, args: Any, kwargs: dict[str, Any]) -> Fate:
-        """The policy's answer for one op instance. A table of op names is asked once for each op."""
+        """The policy's answer for one op instance. A table is asked once for each op."""
         region, answers = self._region, self._answers
         if answers is None:
             return fate_of_op(region.policy(_CONTEXT, op, *args, **kwargs), op, where=region.where)
         fate = answers.get(key)
         if fate is None:
-            fate = answers[key] = fate_of_op(region.policy(_CONTEXT, op), op, where=region.where)
-        return fate
+            fate = answers[key] = self._look_up(op)
+        return fate if isinstance(fate, Fate) else fate()
+
+    def _look_up(self, op: Any) -> Fate | Callable[[], Fate]:
+        """What a table answers for every instance of an op, or a function that answers for the next one."""
+        where, given = self._region.where, self._region.policy.answers_for(op)
+        if isinstance(given, Mapping):
+            fates = {at: fate_of_op(answer, op, where=where) for at, answer in given.items()}
+            count = itertools.count()
+            return lambda: fates.get(next(count), Fate.RECOMPUTE)
+        if callable(given):
+            return lambda: fate_of_op(given(), op, where=where)
+        return fate_of_op(given, op, where=where)
 
     def _file(self, op: Any, fate: Fate, output: Any, args: Any, draw_state: DrawState | None = None) -> Filed:
         """Pack an op's output, and make it findable for an op that is about to change it."""

@@ -18,6 +18,27 @@ thread_local std::vector<std::shared_ptr<Tape>> open_tapes;
 
 PyObject* make_changed_error = nullptr;  // (where, what, storage, version, now) -> an exception
 
+// A tape on which an op is half recorded records no more: its values stay from there on.
+bool begin(
+    Tape& tape, const c10::OperatorHandle& op, const OpFacts& facts, const torch::jit::Stack& stack, size_t count,
+    Tape::Draft& draft) {
+  try {
+    return tape.begin(op, facts, stack, count, draft);
+  } catch (...) {
+    tape.stop("an error in its policy or in the swap engine");
+    throw;
+  }
+}
+
+void end(Tape& tape, const c10::OperatorHandle& op, Tape::Draft& draft, const torch::jit::Stack& stack, size_t count) {
+  try {
+    tape.end(op, draft, stack, count);
+  } catch (...) {
+    tape.stop("an error in its policy or in the swap engine");
+    throw;
+  }
+}
+
 void record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   c10::impl::ExcludeDispatchKeyGuard unseen(kRecorderKey);
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kRecorderKey);
@@ -38,12 +59,12 @@ void record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit:
     Tape& tape = *open_tapes.back();
     Tape::Draft draft;
     auto lock = locked(tape.mutex());
-    const bool is_recorded = tape.begin(op, facts, *stack, arguments, draft);
+    const bool is_recorded = begin(tape, op, facts, *stack, arguments, draft);
     lock.unlock();
     op.redispatchBoxed(below, stack);
     if (!is_recorded) return;
     lock = locked(tape.mutex());
-    tape.end(op, draft, *stack, results);
+    end(tape, op, draft, *stack, results);
     return;
   }
   // Regions that lie in one another all record.
@@ -52,12 +73,12 @@ void record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit:
   for (const auto& tape : open_tapes) {
     drafts.emplace_back();
     auto lock = locked(tape->mutex());
-    if (!tape->begin(op, facts, *stack, arguments, drafts.back())) drafts.pop_back();
+    if (!begin(*tape, op, facts, *stack, arguments, drafts.back())) drafts.pop_back();
   }
   op.redispatchBoxed(below, stack);
   for (auto& draft : drafts) {
     auto lock = locked(draft.tape->mutex());
-    draft.tape->end(op, draft, *stack, results);
+    end(*draft.tape, op, draft, *stack, results);
   }
 }
 
@@ -139,16 +160,27 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<Belief, std::shared_ptr<Belief>>(module, "Belief")
       .def(py::init<>())
       .def("__len__", [](Belief& belief) { return belief.get()->size(); });
+  py::class_<Fates, std::shared_ptr<Fates>>(module, "Fates").def(py::init([](py::object resolve) {
+    return std::make_shared<Fates>(resolve.ptr());
+  }));
   py::class_<Tape, std::shared_ptr<Tape>>(module, "Tape")
       .def(
-          py::init([](std::string where, std::shared_ptr<Belief> belief, size_t copied_before_write, size_t steering_output) {
+          py::init([](std::string where, std::shared_ptr<Belief> belief, size_t copied_before_write, size_t steering_output,
+                      std::shared_ptr<Fates> fates, py::object swaps) {
             return std::make_shared<Tape>(
-                std::move(where), std::move(belief), Limits{copied_before_write, steering_output});
+                std::move(where), std::move(belief), Limits{copied_before_write, steering_output}, std::move(fates),
+                swaps.is_none() ? Swaps() : Swaps(swaps.ptr()));
           }),
-          py::arg("where"), py::arg("belief"), py::arg("copied_before_write_bytes"), py::arg("steering_output_bytes"))
+          py::arg("where"), py::arg("belief"), py::arg("copied_before_write_bytes"), py::arg("steering_output_bytes"),
+          py::arg("fates") = nullptr, py::arg("swaps") = py::none())
       .def("pack_hook", &pack_hook_of)
       .def("open", &open_tape)
       .def("close", &Tape::close)
+      .def(
+          "show_arguments",
+          [](Tape& tape, const std::vector<at::Tensor>& tensors, py::object pack, py::object unpack) {
+            tape.show_arguments(tensors, pack.ptr(), unpack.ptr());
+          })
       .def(
           "show_held",
           [](Tape& tape, py::object pack, py::object unpack) {
@@ -162,6 +194,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def_property_readonly("op_count", &Tape::op_count)
       .def_property_readonly("handle_count", &Tape::handle_count)
       .def_property_readonly("kept_bytes", &Tape::kept_bytes)
+      .def_property_readonly("saved_bytes", &Tape::saved_bytes)
+      .def_property_readonly("recomputed_bytes", &Tape::recomputed_bytes)
       .def_property_readonly("held_count", &Tape::held_count);
   module.def("leave", &leave_tape, "Take the innermost open tape off this thread.");
   module.def("depth", [] { return open_tapes.size(); });

@@ -5,6 +5,8 @@
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -156,12 +158,24 @@ inline bool Settings::operator==(const Settings& other) const {
       benchmark_cudnn == other.benchmark_cudnn && mkldnn == other.mkldnn;
 }
 
-inline Tape::Tape(std::string where, std::shared_ptr<Belief> belief, Limits limits)
+inline Tape::Tape(
+    std::string where, std::shared_ptr<Belief> belief, Limits limits, std::shared_ptr<Fates> fates, Swaps swaps)
     : where_(std::move(where)),
       belief_(std::move(belief)),
       proven_(belief_->get()),
       limits_(limits),
-      settings_(std::make_shared<const Settings>(Settings::now())) {}
+      fates_(std::move(fates)),
+      swaps_(std::move(swaps)),
+      opened_in_task_(torch::autograd::get_current_graph_task_id()),
+      settings_(std::make_shared<const Settings>(Settings::now())) {
+  const Sizes last = belief_->last_sizes();
+  ops_.reserve(last.ops);
+  arguments_.reserve(last.arguments);
+  refs_.reserve(last.refs);
+  slots_.reserve(last.slots);
+  slot_by_storage_.reserve(last.slots);
+  handles_.reserve(last.handles);
+}
 
 inline void Tape::stop(std::string reason) {
   if (reason_.empty()) reason_ = std::move(reason);
@@ -188,6 +202,7 @@ inline int Tape::find_or_hold(const at::Tensor& tensor, const View& view, int& h
   for (size_t at = 0; at < slot.held.size(); ++at) {
     if (slot.held[at].view == view) {
       held = static_cast<int>(at);
+      slot.held[at].is_used = true;
       return index;
     }
   }
@@ -198,6 +213,7 @@ inline int Tape::find_or_hold(const at::Tensor& tensor, const View& view, int& h
   entry.original = tensor;
   entry.alias = alias_of(tensor);
   entry.storage = key;
+  entry.is_used = true;
   if (counts_versions(tensor)) {
     entry.counter = tensor.unsafeGetTensorImpl()->version_counter();
     entry.version = entry.counter.current_version();
@@ -218,8 +234,83 @@ inline void Tape::keep_alive(Slot& slot, const at::Tensor& tensor, bool can_be_r
   slot.kept_version = slot.writes;
 }
 
+// Call a method of the object that knows the swap engine. With the GIL.
+inline PyObject* Tape::call_swaps(const char* method, PyObject* argument) {
+  PyObject* answer = argument == nullptr ? PyObject_CallMethod(swaps_.get(), method, nullptr)
+                                         : PyObject_CallMethod(swaps_.get(), method, "O", argument);
+  if (answer == nullptr) throw python_error();
+  return answer;
+}
+
+// Give an op's output to the swap engine. False where it stays: it is small, or there is no far memory for its device.
+inline bool Tape::swap_out(Slot& slot, const at::Tensor& tensor, bool can_be_remade) {
+  WithGil gil;
+  PythonRef value = PythonRef::take(THPVariable_Wrap(tensor));
+  PythonRef token = PythonRef::take(call_swaps("swap", value.get()));
+  if (token.get() == Py_None) return false;
+  slot.swapped = std::move(token);
+  slot.can_be_remade = can_be_remade;
+  slot.kept_version = slot.writes;
+  if (counts_versions(tensor)) {
+    slot.kept_counter = tensor.unsafeGetTensorImpl()->version_counter();
+    slot.kept_at = slot.kept_counter.current_version();
+  }
+  // A tape that is not proven is run at the end of forward, and reads these bytes.
+  if (!still_proven_) slot.fetched = tensor.unsafeGetTensorImpl()->unsafe_storage();
+  return true;
+}
+
+// A kernel inside a Python autograd.Function may have written the bytes after their copy out began.
+inline void Tape::keep_instead_of_swap(Slot& slot, const at::Tensor& tensor) {
+  if (slot.kept_version != slot.writes) return;
+  slot.swapped = PythonRef();
+  slot.fetched = c10::Storage();
+  slot.kept_version = kNone;
+  keep_alive(slot, tensor, false);
+}
+
+// What becomes of this op's output. Ops of a gradient that is taken inside forward are not the policy's.
+inline Fate Tape::fate_of(const c10::OperatorHandle& op, const torch::jit::Stack& stack, size_t first) {
+  if (c10::InferenceMode::is_enabled() || torch::autograd::get_current_graph_task_id() != opened_in_task_) {
+    return Fate::kRecompute;
+  }
+  const Answers& answers = fates_->of(op);
+  if (answers.is_constant() && answers.fate == Fate::kRecompute) return Fate::kRecompute;
+  if (answers.is_passed_over && first < stack.size() && stack[first].isTensor() && stack[first].toTensor().defined()) {
+    WithGil gil;
+    PythonRef value = PythonRef::take(THPVariable_Wrap(stack[first].toTensor()));
+    PythonRef answer = PythonRef::take(PyObject_CallFunctionObjArgs(answers.is_passed_over.get(), value.get(), nullptr));
+    if (!answer) throw python_error();
+    if (PyObject_IsTrue(answer.get())) return Fate::kRecompute;
+  }
+  if (answers.ask) {
+    WithGil gil;
+    PythonRef answer = PythonRef::take(PyObject_CallFunctionObjArgs(answers.ask.get(), nullptr));
+    if (!answer) throw python_error();
+    return fate_from(answer.get());
+  }
+  if (answers.by_occurrence.empty()) return answers.fate;
+  const size_t count = counts_[&answers]++;
+  return count < answers.by_occurrence.size() ? answers.by_occurrence[count] : Fate::kRecompute;
+}
+
 // Before a recorded op changes a storage: what is kept of it must not change with it.
 inline bool Tape::before_write(Slot& slot) {
+  if (slot.swapped && slot.kept_version == slot.writes && !slot.owns_kept) {
+    auto source = slot.storage.lock();
+    TORCH_INTERNAL_ASSERT(source, "a storage that an op is given lives");
+    if (slot.fetched) slot.fetched = copy_of(c10::Storage(source));
+    slot.owns_kept = true;  // the write is ordered after the copy out, or there is a copy of ours
+    WithGil gil;
+    PythonRef has_far_copy = PythonRef::take(call_swaps("before_write", slot.swapped.get()));
+    if (!PyObject_IsTrue(has_far_copy.get())) {
+      slot.kept = copy_of(c10::Storage(std::move(source)));
+      slot.swapped = PythonRef();
+      slot.fetched = c10::Storage();
+    }
+    return true;
+  }
+  if (slot.swapped) return true;  // its far copy was made before an earlier write
   if (slot.is_created) {
     if (slot.kept_version != kNone && !slot.owns_kept) {
       slot.kept = copy_of(slot.kept);
@@ -253,6 +344,8 @@ inline bool Tape::refer(const at::Tensor& tensor, bool is_overwritten, Ref& ref)
   ref.version = slot.writes;
   if (slot.is_created && slot.kept_version == kNone && !is_overwritten) {
     if ((slot.is_unset && tensor.numel() > 0) || is_from_python_function(tensor)) keep_alive(slot, tensor, false);
+  } else if (slot.swapped && is_from_python_function(tensor)) {
+    keep_instead_of_swap(slot, tensor);
   }
   return true;
 }
@@ -347,6 +440,7 @@ inline bool Tape::begin(
     }
     argument.count = static_cast<int>(refs_.size()) - argument.first;
   }
+  if (fates_) draft.fate = fate_of(op, stack, base);
   for (auto& [slot, tensor] : draft.written) {
     if (before_write(slots_[slot])) continue;
     forget_arguments(draft);
@@ -369,6 +463,9 @@ inline void Tape::end(const c10::OperatorHandle& handle, Draft& draft, const tor
   int position = 0;
   const char* refused = nullptr;
   const int this_op = static_cast<int>(ops_.size());
+  const size_t pair = mix(last_hash_, draft.hash);
+  const bool is_new = proven_->count(pair) == 0;
+  if (is_new) still_proven_ = false;
   for (size_t at = stack.size() - count; at < stack.size(); ++at) {
     for_each_tensor(stack[at], [&](const at::Tensor& tensor) {
       const int here = position++;
@@ -388,8 +485,12 @@ inline void Tape::end(const c10::OperatorHandle& handle, Draft& draft, const tor
       created.push_back({index, here});
       const bool is_small = slot.nbytes <= limits_.steering_output;
       const bool is_index = c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true);
-      if (facts.kind == OpKind::kKept || (is_small && (facts.is_steering || is_index) && !slot.is_unset)) {
-        keep_alive(slot, tensor, facts.kind == OpKind::kReplayable);
+      const bool can_be_remade = facts.kind == OpKind::kReplayable;
+      const bool is_route = is_small && (facts.is_steering || is_index) && !slot.is_unset;
+      if (draft.fate == Fate::kSwap && !is_route && swap_out(slot, tensor, can_be_remade)) return;
+      if (draft.fate != Fate::kRecompute || !can_be_remade || is_route) {
+        keep_alive(slot, tensor, can_be_remade);
+        if (draft.fate == Fate::kSave) saved_bytes_ += slot.nbytes;
       }
     });
   }
@@ -423,12 +524,8 @@ inline void Tape::end(const c10::OperatorHandle& handle, Draft& draft, const tor
       std::move(created), std::move(written), facts.kind == OpKind::kReplayable, c10::GradMode::is_enabled(),
       std::move(draft.draws)});
   counters().recorded_ops.fetch_add(1, std::memory_order_relaxed);
-  const size_t pair = mix(last_hash_, draft.hash);
   last_hash_ = draft.hash;
-  if (proven_->count(pair) == 0) {
-    still_proven_ = false;
-    sequence_.push_back(pair);
-  }
+  if (is_new) sequence_.push_back(pair);
 }
 
 // -- Packing -------------------------------------------------------------------------------------------------------------
@@ -447,6 +544,7 @@ inline int Tape::pack(const at::Tensor& tensor) {
     handle.slot = find_or_hold(tensor, handle.view, handle.held);
     Slot& slot = slots_[handle.slot];
     if (slot.is_created && slot.is_unset && tensor.numel() > 0) keep_alive(slot, tensor, false);
+    if (slot.swapped && is_from_python_function(tensor)) keep_instead_of_swap(slot, tensor);
     handle.version = slot.writes;
     slot.living_handles += 1;
     if (handle.held != kNone) slot.held[handle.held].living_handles += 1;

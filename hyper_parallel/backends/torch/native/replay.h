@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/Exceptions.h>
 
+#include <functional>
 #include <limits>
 #include <sstream>
 
@@ -46,7 +47,15 @@ class Replay {
 
   void want(int slot, int version) { mark(slot, version, kForever); }
 
-  void run() {
+  // Wanted for a look: `look` is called when this version was made, and the storage goes when no op reads it any more.
+  using Look = std::function<void(int slot, const c10::Storage& made)>;
+  void want_to_see(int slot, int version) {
+    mark(slot, version, kNone);
+    seen_at_.emplace(slot, version);
+  }
+
+  void run(Look look = nullptr) {
+    look_ = std::move(look);
     plan();
     BelowAutograd below_autograd;
     const c10::AutoGradMode mode_of_backward(false);
@@ -153,9 +162,10 @@ class Replay {
   // The first bytes of a chain that begins with kept ones. Ops that write it get a copy.
   void start(Chain& chain, int slot, int version) {
     if (chain.storage || !is_upper(slot, version)) return;
-    const Slot& known = tape_.slots_[slot];
+    Slot& known = tape_.slots_[slot];
     if (known.kept_version == kNone) return;
-    chain.storage = upper_[slot].wanted > known.kept_version ? copy_of(known.kept) : known.kept;
+    c10::Storage kept = tape_.kept_storage(known);
+    chain.storage = upper_[slot].wanted > known.kept_version ? copy_of(kept) : std::move(kept);
   }
 
   at::Tensor resolve(const Ref& ref) {
@@ -195,7 +205,11 @@ class Replay {
             tape_.where_, ": ", op.handle.operator_name().name, " made ", tensor.storage().nbytes(),
             " bytes in its replay and ", tape_.slots_[index].nbytes, " in forward");
         chain.storage = tensor.storage();
+        if (look_) show(index, 0, chain);
       });
+    }
+    if (look_) {
+      for (const auto& [slot, version] : op.written) show(slot, version, chain_of(slot, version));
     }
     stack.clear();
     for (int argument = 0; argument < op.argument_count; ++argument) {
@@ -207,6 +221,13 @@ class Replay {
         if (chain.last_read == at) chain.storage = c10::Storage();
       }
     }
+  }
+
+  void show(int slot, int version, Chain& chain) {
+    auto wanted = seen_at_.find(slot);
+    if (wanted == seen_at_.end() || wanted->second != version || !chain.storage) return;
+    look_(slot, chain.storage);
+    if (chain.last_read == kNone) chain.storage = c10::Storage();
   }
 
   c10::IValue value_of(const Argument& argument) {
@@ -235,6 +256,8 @@ class Replay {
   std::vector<Chain> upper_;
   std::vector<Chain> lower_;
   std::vector<bool> is_needed_;
+  Look look_;
+  std::unordered_map<int, int> seen_at_;  // by slot: the version that is looked at
 };
 
 // -- Handles -------------------------------------------------------------------------------------------------------------
@@ -250,7 +273,7 @@ inline at::Tensor Tape::held_value(Held& held) {
     error.now = held.counter.current_version();
     throw error;
   }
-  if (!held.packed) {
+  if (held.alias.defined()) {
     const auto& storage = held.alias.unsafeGetTensorImpl()->unsafe_storage();
     TORCH_CHECK(
         held.alias.numel() == 0 || storage.nbytes() > 0, where_, ": the memory of a tensor ", describe(held.view),
@@ -279,7 +302,7 @@ inline void Tape::collect_dead() {
     handle.kept = at::Tensor();
     if (handle.slot == kNone) continue;
     Slot& slot = slots_[handle.slot];
-    if (--slot.living_handles == 0) slot.made = c10::Storage();
+    if (--slot.living_handles == 0) slot.made = slot.fetched = c10::Storage();
     if (is_held(handle) && --slot.held[handle.held].living_handles == 0) slot.held[handle.held].value = at::Tensor();
   }
 }
@@ -298,6 +321,11 @@ inline void Tape::check_kept(Slot& slot) {
   if (is_open_ || slot.kept_version == kNone || slot.owns_kept || slot.kept_at < 0) return;
   const int64_t now = slot.kept_counter.current_version();
   if (now == slot.kept_at) return;
+  if (slot.swapped) {
+    WithGil gil;
+    PythonRef is_exact = PythonRef::take(call_swaps("is_exact", slot.swapped.get()));
+    if (PyObject_IsTrue(is_exact.get())) return;
+  }
   if (!slot.can_be_remade) {
     ChangedInPlace error;
     error.where = where_;
@@ -306,8 +334,29 @@ inline void Tape::check_kept(Slot& slot) {
     error.now = now;
     throw error;
   }
-  slot.kept = c10::Storage();
+  slot.kept = slot.fetched = c10::Storage();
+  slot.swapped = PythonRef();
   slot.kept_version = kNone;
+}
+
+inline c10::optional<c10::Stream> current_stream(c10::Device device) {
+  if (device.type() == c10::kCPU) return c10::nullopt;
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+// The kept bytes of a slot, fetched where they are swapped.
+inline c10::Storage Tape::kept_storage(Slot& slot) {
+  if (!slot.swapped) return slot.kept;
+  if (slot.fetched && (!slot.fetched_on || *slot.fetched_on == current_stream(slot.fetched.device()))) return slot.fetched;
+  WithGil gil;
+  PythonRef value = PythonRef::take(call_swaps("fetch", slot.swapped.get()));
+  TORCH_CHECK(THPVariable_Check(value.get()), where_, ": the swap engine returned no tensor");
+  c10::Storage storage = THPVariable_Unpack(value.get()).storage();
+  if (slot.living_handles > 0) {
+    slot.fetched = storage;
+    slot.fetched_on = current_stream(storage.device());
+  }
+  return storage;
 }
 
 // Whether a handle's value is the held tensor itself: it was made outside, and the region does not write it.
@@ -321,6 +370,12 @@ inline bool Tape::is_remade(const Handle& handle) const {
       slots_[handle.slot].kept_version != handle.version;
 }
 
+struct ReplayingFlag {
+  bool& flag;
+  explicit ReplayingFlag(bool& value) : flag(value) { flag = true; }
+  ~ReplayingFlag() { flag = false; }
+};
+
 inline void Tape::make_missing() {
   for (Slot& slot : slots_) check_kept(slot);
   Replay replay(*this);
@@ -332,12 +387,25 @@ inline void Tape::make_missing() {
   for (size_t slot = 0; slot < slots_.size(); ++slot) {
     if (wanted[slot] != kNone) replay.want(static_cast<int>(slot), wanted[slot]);
   }
-  struct Flag {
-    bool& flag;
-    explicit Flag(bool& value) : flag(value) { flag = true; }
-    ~Flag() { flag = false; }
-  } replaying(is_replaying);
-  replay.run();
+  const ReplayingFlag replaying(is_replaying);
+  {
+    struct InReplay {  // the swap engine loads ahead when a replay begins, and lets go of what it took when it ends
+      Tape& tape;
+      explicit InReplay(Tape& of) : tape(of) {
+        if (!tape.swaps_) return;
+        WithGil gil;
+        Py_DECREF(tape.call_swaps("begin", nullptr));
+      }
+      ~InReplay() {
+        if (!tape.swaps_) return;
+        WithGil gil;
+        PyObject* answer = PyObject_CallMethod(tape.swaps_.get(), "end", nullptr);
+        if (answer == nullptr) PyErr_Clear();
+        Py_XDECREF(answer);
+      }
+    } in_replay(*this);
+    replay.run();
+  }
   for (Slot& slot : slots_) {
     for (Held& held : slot.held) {
       if (held.living_handles == 0) held.value = at::Tensor();  // every living handle's value is there now
@@ -371,7 +439,7 @@ inline void Tape::make_missing() {
 
 inline void Tape::drop_made() {
   for (Slot& slot : slots_) {
-    slot.made = c10::Storage();
+    slot.made = slot.fetched = c10::Storage();
     for (Held& held : slot.held) held.value = at::Tensor();
   }
 }
@@ -405,7 +473,7 @@ inline at::Tensor Tape::unpack(int index) {
   Slot& slot = slots_[handle.slot];
   if (is_held(handle)) return held_value(slot.held[handle.held]);
   check_kept(slot);
-  if (slot.kept_version == handle.version) return handle.view.over(slot.kept);
+  if (slot.kept_version == handle.version) return handle.view.over(kept_storage(slot));
   if (!slot.made) make_missing();
   order_after_made(slot.made);
   return handle.view.over(slot.made);
@@ -418,7 +486,8 @@ inline void Tape::close() {
   collect_dead();
   is_open_ = false;
   if (!(*settings_ == Settings::now())) stop("it changes settings under which kernels run (default dtype, determinism)");
-  slot_by_storage_.clear();
+  slot_by_storage_ = {};
+  belief_->note_sizes({ops_.size(), arguments_.size(), refs_.size(), slots_.size(), handles_.size()});
   for (Handle& handle : handles_) {
     if (handle.saved_version >= 0) handle.closed_version = handle.counter.current_version();
   }
@@ -444,14 +513,50 @@ inline void Tape::copy_held(const std::vector<at::Tensor>& tensors) {
   }
 }
 
-// Outside tensors go through the hooks around the region, which decide what becomes of them. Called with the GIL.
+inline bool has_history(const at::Tensor& tensor) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  return meta != nullptr && meta->grad_fn_ != nullptr;
+}
+
+// The copies of swapped arguments begin here, before the region's own work. Called with the GIL.
+inline void Tape::show_arguments(const std::vector<at::Tensor>& tensors, PyObject* pack, PyObject* unpack) {
+  for (const at::Tensor& tensor : tensors) {
+    if (why_not_plain(tensor) != nullptr || (tensor.dim() == 0 && tensor.device().type() == c10::kCPU)) continue;
+    int slot = kNone;
+    int held = kNone;
+    {
+      auto lock = locked(mutex_);
+      slot = find_or_hold(tensor, View::of(tensor), held);
+      if (slots_[slot].held[held].is_argument) continue;
+      slots_[slot].held[held].is_argument = true;
+      slots_[slot].held[held].is_used = false;
+    }
+    PythonRef value = PythonRef::take(THPVariable_Wrap(tensor));
+    PyObject* packed = PyObject_CallFunctionObjArgs(pack, value.get(), nullptr);
+    if (packed == nullptr) throw python_error();
+    auto lock = locked(mutex_);
+    slots_[slot].held[held].packed = PythonRef::take(packed);
+    slots_[slot].held[held].unpack = PythonRef(unpack);
+  }
+}
+
+// Outside tensors go through the hooks around the region, which decide what becomes of them: arguments, their views, and
+// tensors that have a history. Weights and constants are held as they are. Called with the GIL.
 inline void Tape::show_held(PyObject* pack, PyObject* unpack) {
   for (Slot& slot : slots_) {
+    bool is_argument = false;
+    for (const Held& entry : slot.held) is_argument = is_argument || entry.is_argument;
     for (Held& entry : slot.held) {
       at::Tensor original = std::move(entry.original);
       entry.original = at::Tensor();
+      if (entry.packed) {  // shown when the region began
+        auto lock = locked(mutex_);
+        entry.alias = at::Tensor();
+        if (!entry.is_used) entry.packed = PythonRef();
+        continue;
+      }
       const bool is_scalar = entry.view.sizes.empty() && entry.alias.device().type() == c10::kCPU;
-      if (pack == nullptr || is_scalar) continue;
+      if (pack == nullptr || is_scalar || !(is_argument || has_history(original))) continue;
       PythonRef value = PythonRef::take(THPVariable_Wrap(std::move(original)));
       PyObject* packed = PyObject_CallFunctionObjArgs(pack, value.get(), nullptr);
       if (packed == nullptr) throw python_error();
@@ -463,32 +568,86 @@ inline void Tape::show_held(PyObject* pack, PyObject* unpack) {
   }
 }
 
+// Swapped outputs that an op of torch made are remade as well while a tape is proven: a kernel that the dispatcher does not see
+// may have changed one after its copy out began.
+class Tape::WithoutSwaps {
+ public:
+  explicit WithoutSwaps(Tape& tape) : tape_(tape), aside_(tape.slots_.size()) {
+    for (size_t at = 0; at < aside_.size(); ++at) {
+      Slot& slot = tape.slots_[at];
+      if (!slot.swapped || !slot.can_be_remade || slot.writes != slot.kept_version) continue;
+      aside_[at].swapped = std::move(slot.swapped);
+      aside_[at].original = std::move(slot.fetched);
+      slot.swapped = PythonRef();
+      slot.fetched = c10::Storage();
+      slot.kept_version = kNone;
+    }
+  }
+  ~WithoutSwaps() {
+    for (size_t at = 0; at < aside_.size(); ++at) {
+      if (!aside_[at].swapped) continue;
+      tape_.slots_[at].swapped = std::move(aside_[at].swapped);
+      tape_.slots_[at].kept_version = tape_.slots_[at].writes;
+    }
+  }
+  const c10::Storage& original(int slot) const { return aside_[slot].original; }
+  void forget_original(int slot) { aside_[slot].original = c10::Storage(); }
+
+ private:
+  struct Aside {
+    PythonRef swapped;
+    c10::Storage original;  // none where the ops up to it were proven before
+  };
+  Tape& tape_;
+  std::vector<Aside> aside_;
+};
+
+inline std::string Tape::difference(const Handle& handle, const c10::Storage& made, const c10::Storage& original) const {
+  if (handle.saved_version >= 0 && handle.closed_version != handle.saved_version) return "";  // raises when it is wanted
+  Unseen unseen;
+  if (at::equal(handle.view.bits(made), handle.view.bits(original))) return "";
+  const Slot& slot = slots_[handle.slot];
+  const Op* op = slot.created_by == kNone ? nullptr : &ops_[slot.created_by];
+  return "a value " + describe(handle.view) + (op ? " of " + op->handle.operator_name().name : std::string()) +
+      " came out different when it was made again";
+}
+
+// Every value is compared as soon as it was made, and what came out equal is let go at once: two copies of all values of a
+// region would be more than its backward takes.
 inline std::string Tape::prove() {
   auto lock = locked(mutex_);
   collect_dead();
-  std::vector<at::Tensor> originals(handles_.size());
+  WithoutSwaps without_swaps(*this);
+  std::unordered_map<int, std::vector<int>> by_slot;  // handles on probation
+  Replay replay(*this);
   for (size_t at = 0; at < handles_.size(); ++at) {
-    Handle& handle = handles_[at];
-    if (!is_remade(handle)) continue;
-    originals[at] = std::move(handle.kept);
-    handle.kept = at::Tensor();
+    const Handle& handle = handles_[at];
+    if (is_remade(handle)) by_slot[handle.slot].push_back(static_cast<int>(at));
+  }
+  for (const auto& [slot, on_probation] : by_slot) {
+    int version = kNone;
+    for (int at : on_probation) version = std::max(version, handles_[at].version);
+    replay.want_to_see(slot, version);
   }
   std::string different;
   try {
-    make_missing();
-    Unseen unseen;
-    for (size_t at = 0; at < handles_.size() && different.empty(); ++at) {
-      const Handle& handle = handles_[at];
-      if (!originals[at].defined()) continue;
-      if (handle.saved_version >= 0 && handle.closed_version != handle.saved_version) continue;  // raises when it is wanted
-      const Slot& slot = slots_[handle.slot];
-      const auto& storage = slot.made;
-      if (!at::equal(handle.view.bits(storage), handle.view.bits(originals[at].storage()))) {
-        const Op* op = slot.created_by == kNone ? nullptr : &ops_[slot.created_by];
-        different = "a value " + describe(handle.view) + (op ? " of " + op->handle.operator_name().name : std::string()) +
-            " came out different when it was made again";
+    const ReplayingFlag replaying(is_replaying);
+    replay.run([&](int slot, const c10::Storage& made) {
+      bool is_equal = true;
+      for (int at : by_slot[slot]) {
+        Handle& handle = handles_[at];
+        const c10::Storage original = handle.kept.defined() ? handle.kept.storage() : without_swaps.original(slot);
+        const std::string found = original ? difference(handle, made, original) : std::string();
+        if (found.empty()) {
+          handle.kept = at::Tensor();
+        } else {
+          handle.kept = handle.view.over(original);
+          is_equal = false;
+        }
+        if (different.empty()) different = found;
       }
-    }
+      if (is_equal) without_swaps.forget_original(slot);
+    });
   } catch (python_error& error) {
     WithGil gil;
     error.restore();
@@ -497,13 +656,15 @@ inline std::string Tape::prove() {
   } catch (const std::exception& error) {
     different = std::string("it could not be run again: ") + error.what();
   }
-  drop_made();
   if (different.empty()) {
     belief_->add(sequence_);
     still_proven_ = true;
-  } else {
-    for (size_t at = 0; at < handles_.size(); ++at) {
-      if (originals[at].defined()) handles_[at].kept = std::move(originals[at]);
+    return different;
+  }
+  for (const auto& [slot, on_probation] : by_slot) {  // what was not compared stays
+    const c10::Storage& original = without_swaps.original(slot);
+    for (int at : on_probation) {
+      if (original && !handles_[at].kept.defined()) handles_[at].kept = handles_[at].view.over(original);
     }
   }
   return different;
@@ -513,7 +674,16 @@ inline size_t Tape::kept_bytes() {
   auto lock = locked(mutex_);
   size_t total = 0;
   for (const Slot& slot : slots_) {
-    if (slot.kept_version != kNone) total += slot.nbytes;
+    if (slot.kept) total += slot.nbytes;
+  }
+  return total;
+}
+
+inline size_t Tape::recomputed_bytes() {
+  auto lock = locked(mutex_);
+  size_t total = 0;
+  for (const Slot& slot : slots_) {
+    if (slot.is_created && slot.kept_version == kNone) total += slot.nbytes;
   }
   return total;
 }

@@ -9,6 +9,9 @@
 // the saved-tensor hooks around the region. When the region itself writes an outside slot, its bytes are copied before the
 // first write, and the copy stands for version 0.
 //
+// Policies. The output of an op that a policy saves is kept; one that it swaps is given to the swap engine, and fetched when
+// an op of the replay or a handle wants it. Ops before it that nothing else needs do not run.
+//
 // Handles. Autograd holds one handle per packed tensor. A handle holds the tape and no bytes. The first unpack runs the ops
 // that the living handles still need, in forward order, and each remade storage goes with its last handle, or when the
 // backward that made it ends.
@@ -31,6 +34,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "fates.h"
 #include "op_facts.h"
 #include "python_ref.h"
 
@@ -94,6 +98,8 @@ struct Held {
   c10::VariableVersion counter{c10::VariableVersion::DISABLED};
   int64_t version = -1;  // -1: it counts none
   at::Tensor value;        // unpacked; hooks may allow that only once in a backward
+  bool is_used = false;    // by an op or a handle
+  bool is_argument = false;  // of the region's function
   int living_handles = 0;
 };
 
@@ -105,7 +111,10 @@ struct Slot {
   int created_by = kNone;
   int writes = 0;
   std::vector<Held> held;
-  c10::Storage kept;      // its bytes at `kept_version`
+  c10::Storage kept;      // its bytes at `kept_version`, unless they are swapped
+  PythonRef swapped;      // what the swap engine made of them
+  c10::Storage fetched;   // swapped bytes, as long as handles want them
+  c10::optional<c10::Stream> fetched_on;  // the stream that is ordered after their load
   bool owns_kept = false;  // a copy of ours: no op of the region can change it
   int kept_version = kNone;
   bool can_be_remade = true;  // its kept bytes are those that its recorded ops make
@@ -128,11 +137,30 @@ struct Handle {
   bool is_alive = true;
 };
 
-// What is known of one region over all its calls: the op sequences that were once remade bit by bit.
+// How many entries the tables of a tape have.
+struct Sizes {
+  size_t ops = 0;
+  size_t arguments = 0;
+  size_t refs = 0;
+  size_t slots = 0;
+  size_t handles = 0;
+};
+
+// What is known of one region over all its calls: the op sequences that were once remade bit by bit, and how long tapes are.
 struct Belief {
   using Set = std::unordered_set<size_t>;
   std::mutex mutex;
   std::shared_ptr<const Set> proven = std::make_shared<const Set>();
+  Sizes sizes;  // of the last tape: tables that grow move everything
+
+  Sizes last_sizes() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return sizes;
+  }
+  void note_sizes(const Sizes& now) {
+    std::lock_guard<std::mutex> lock(mutex);
+    sizes = now;
+  }
 
   std::shared_ptr<const Set> get() {
     std::lock_guard<std::mutex> lock(mutex);
@@ -151,11 +179,14 @@ struct Limits {
   size_t steering_output = size_t{1} << 20;      // per output
 };
 
+// What a region's tape needs of Python where its policy swaps; see SwappedOutputs in tape_swaps.py.
+using Swaps = PythonRef;
+
 struct Settings;
 
 class Tape : public std::enable_shared_from_this<Tape> {
  public:
-  Tape(std::string where, std::shared_ptr<Belief> belief, Limits limits);
+  Tape(std::string where, std::shared_ptr<Belief> belief, Limits limits, std::shared_ptr<Fates> fates, Swaps swaps);
 
   // Recorder.
   struct Draft;  // one op, between its call and its return
@@ -168,17 +199,23 @@ class Tape : public std::enable_shared_from_this<Tape> {
   at::Tensor unpack(int handle);
   void release(int handle);
 
+  // The beginning of forward: arguments that the hooks around the region shall see at once.
+  void show_arguments(const std::vector<at::Tensor>& tensors, PyObject* pack, PyObject* unpack);
+
   // The end of forward.
   void close();
   std::string prove();  // empty when every packed value was remade bit by bit; else what was not, and the values stay
   void copy_held(const std::vector<at::Tensor>& tensors);
-  void show_held(PyObject* pack, PyObject* unpack);  // the hooks around the region, or null; last, and with the GIL
+  // The hooks around the region, or null, see what is held: arguments, and tensors with a history. Last, and with the GIL.
+  void show_held(PyObject* pack, PyObject* unpack);
 
   bool is_proven() const { return still_proven_; }
   const std::string& reason() const { return reason_; }
   const std::string& where() const { return where_; }
   size_t op_count() const { return ops_.size(); }
   size_t kept_bytes();
+  size_t saved_bytes() const { return saved_bytes_; }            // by the policy
+  size_t recomputed_bytes();
   size_t held_count();
   size_t handle_count() const { return handles_.size(); }
   bool is_replaying = false;
@@ -189,7 +226,12 @@ class Tape : public std::enable_shared_from_this<Tape> {
   using Lock = std::unique_lock<std::recursive_mutex>;
 
   bool refer(const at::Tensor& tensor, bool is_overwritten, Ref& ref);
+  Fate fate_of(const c10::OperatorHandle& op, const torch::jit::Stack& stack, size_t first);
   int find_or_hold(const at::Tensor& tensor, const View& view, int& held);
+  bool swap_out(Slot& slot, const at::Tensor& tensor, bool can_be_remade);
+  void keep_instead_of_swap(Slot& slot, const at::Tensor& tensor);
+  c10::Storage kept_storage(Slot& slot);
+  PyObject* call_swaps(const char* method, PyObject* argument);
   void keep_alive(Slot& slot, const at::Tensor& tensor, bool can_be_remade);
   void check_kept(Slot& slot);
   bool before_write(Slot& slot);
@@ -201,6 +243,8 @@ class Tape : public std::enable_shared_from_this<Tape> {
   void make_missing();
   void drop_made();
   void order_after_made(const c10::Storage& storage);
+  class WithoutSwaps;
+  std::string difference(const Handle& handle, const c10::Storage& made, const c10::Storage& original) const;
 
   std::string where_;
   std::shared_ptr<Belief> belief_;
@@ -215,6 +259,11 @@ class Tape : public std::enable_shared_from_this<Tape> {
   std::vector<Slot> slots_;
   std::vector<Handle> handles_;
   std::unordered_map<const c10::StorageImpl*, int> slot_by_storage_;
+  std::shared_ptr<Fates> fates_;  // null: everything is recomputed
+  Swaps swaps_;                   // null: nothing is swapped
+  std::unordered_map<const Answers*, size_t> counts_;  // how often an op came, where its answers differ
+  int opened_in_task_ = -1;       // the backward in which the region runs, if any
+  size_t saved_bytes_ = 0;
   size_t copied_bytes_ = 0;
   bool is_open_ = true;
   bool still_proven_ = true;
@@ -234,6 +283,7 @@ struct Tape::Draft {
   size_t argument_count = 0;
   size_t first_ref = 0;
   size_t hash = 0;
+  Fate fate = Fate::kRecompute;
   c10::SmallVector<std::pair<int, at::Tensor>, 2> written;  // slot, and the tensor through which it is written
   std::vector<std::pair<at::Generator, at::Tensor>> draws;
 };

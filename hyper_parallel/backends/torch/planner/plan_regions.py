@@ -20,6 +20,7 @@ from hyper_parallel.backends.torch.planner.op_names import op_name, op_overload
 from hyper_parallel.backends.torch.planner.replacements import AppliedBlocks, Replacements
 from hyper_parallel.config import SwapConfig, current_config
 from hyper_parallel.core.activation_checkpoint.activation_checkpoint import CheckpointPolicy
+from hyper_parallel.core.activation_checkpoint.policy import PolicyTable
 from hyper_parallel.errors import PlanError
 from hyper_parallel.fates import Fate
 from hyper_parallel.planner.plan import BlockPlan, Plan, RegionPlan
@@ -48,10 +49,10 @@ class PlannedRegion:
         for op in region.ops:
             if op.fate is not Fate.RECOMPUTE:
                 fates.setdefault((op.name, op.overload), {})[op.occurrence] = _POLICIES[op.fate]
-        self._fates = fates
+        self._policy = _ByOccurrence(fates) if fates else None
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the region; the count of ops begins anew with every call."""
+        """Run the region."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         set_predicted_peak(self._predicted_peak_bytes)
@@ -60,33 +61,22 @@ class PlannedRegion:
         return checkpoint(
             function,
             *args,
-            policy_fn=_ByOccurrence(self._fates) if self._fates else None,
+            policy_fn=self._policy,
             swap_inputs=self._swaps_inputs,
             swap_config=self._settings,
             **kwargs,
         )
 
 
-class _ByOccurrence:
-    """The policy of one call of a region: the n-th instance of an op has the n-th fate, the rest is recomputed."""
-
-    __slots__ = ("_counts", "_fates", "_known")
+class _ByOccurrence(PolicyTable):
+    """The policy of a region: the n-th instance of an op has the n-th fate, the rest is recomputed."""
 
     def __init__(self, fates: Mapping[_OpKey, Mapping[int, CheckpointPolicy]]) -> None:
         self._fates = fates
-        self._known: dict[Any, Mapping[int, CheckpointPolicy] | None] = {}
-        self._counts: dict[Any, int] = {}
 
-    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        try:
-            fates = self._known[op]
-        except KeyError:
-            fates = self._known[op] = self._fates.get((op_name(op), op_overload(op)))
-        if fates is None:
-            return CheckpointPolicy.PREFER_RECOMPUTE
-        count = self._counts.get(op, 0)
-        self._counts[op] = count + 1
-        return fates.get(count, CheckpointPolicy.PREFER_RECOMPUTE)
+    def answers_for(self, op: Any) -> CheckpointPolicy | Mapping[int, CheckpointPolicy]:
+        """See the base class."""
+        return self._fates.get((op_name(op), op_overload(op)), CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 class AppliedPlan(AppliedBlocks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from hyper_parallel.backends.torch.planner.op_names import op_name
 from hyper_parallel.backends.torch.planner.replacements import AppliedBlocks, Replacements
 from hyper_parallel.backends.torch.planner.survey import list_ops, require_step
 from hyper_parallel.core.activation_checkpoint.activation_checkpoint import CheckpointPolicy
+from hyper_parallel.core.activation_checkpoint.policy import PolicyTable
 from hyper_parallel.errors import PlanError
 from hyper_parallel.fates import Fate
 from hyper_parallel.planner.rules import INPUT, OpTable, RuleSet
@@ -31,7 +33,7 @@ _POLICIES = {
 }  # by a rule's fate, and whether it is a preference
 
 
-class RuledRegion:
+class RuledRegion(PolicyTable):
     """The checkpoint function of one block under rules; also its policy."""
 
     def __init__(self, block: str, rules: RuleSet, paths: ModulePaths | None) -> None:
@@ -48,10 +50,13 @@ class RuledRegion:
         self.was_called = True
         if torch.is_grad_enabled():
             self.seen[self.block, INPUT] += 1
-        return checkpoint(function, *args, policy_fn=self.policy, swap_inputs=self._swaps_inputs, **kwargs)
+        return checkpoint(function, *args, policy_fn=self, swap_inputs=self._swaps_inputs, **kwargs)
 
-    def policy(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        """What becomes of this op, here."""
+    def answers_for(self, op: Any) -> Callable[[], CheckpointPolicy]:
+        """See the base class. Which module runs is known when the op runs."""
+        return functools.partial(self._answer, op)
+
+    def _answer(self, op: Any) -> CheckpointPolicy:
         path = self.block
         if self._paths is not None:
             stack = self._paths.stack

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from hyper_parallel.backends.torch.planner.module_paths import ModulePaths
 from hyper_parallel.backends.torch.planner.op_observer import ObservedCall, OpObserver, plain_tensors
 from hyper_parallel.backends.torch.planner.replacements import Replacements
 from hyper_parallel.backends.torch.planner.survey import on_backward
-from hyper_parallel.core.activation_checkpoint.activation_checkpoint import CheckpointPolicy
+from hyper_parallel.core.activation_checkpoint.policy import ByOpName
 
 __all__ = [
     "ALONE",
@@ -41,6 +41,7 @@ __all__ = [
 
 ALONE, OBSERVED, REPLAYED, REPLAYED_SWAPPED = "alone", "observed", "replayed", "replayed, inputs swapped"
 REGION = "a region whose policy keeps nothing"  # what asking costs the host
+_KEEP_NOTHING: Final = ByOpName({})
 
 
 @dataclasses.dataclass
@@ -166,7 +167,7 @@ class _TrialBlock:
                 function,
                 *args,
                 swap_inputs=self._how == REPLAYED_SWAPPED,
-                policy_fn=_keep_nothing if self._how == REGION else None,
+                policy_fn=_KEEP_NOTHING if self._how == REGION else None,
                 **kwargs,
             )
         trial = self._trial
@@ -181,10 +182,6 @@ class _TrialBlock:
         call.seen = observer.seen
         _watch_nodes(trial, call, output)
         return output
-
-
-def _keep_nothing(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _set(call: BlockCall, name: str, point: TrialPoint) -> None:
