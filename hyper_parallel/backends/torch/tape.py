@@ -27,7 +27,7 @@ from hyper_parallel.backends.torch import native
 from hyper_parallel.backends.torch.storages import tensors_in
 from hyper_parallel.backends.torch.tape_policies import SwappedOutputs, fates_for
 from hyper_parallel.core.activation_checkpoint.calls import is_in_replayed_region
-from hyper_parallel.core.activation_checkpoint.policy import PolicyTable
+from hyper_parallel.core.activation_checkpoint.policy import ByOpName, PolicyTable
 from hyper_parallel.core.activation_checkpoint.region_state import changed_in_place
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import InPlaceChangeError
@@ -67,6 +67,7 @@ class TapeRegion:
     ) -> Any:
         """Call the function once, recorded. ``swaps`` comes with a policy."""
         recorder = self._recorder
+        _HIGHER_ORDER_OPS.pass_over_recorder(recorder)
         fates = None if policy is None else fates_for(policy)
         tape = recorder.Tape(where, self._belief, _COPIED_BEFORE_WRITE_BYTES, _STEERING_OUTPUT_BYTES, fates, swaps)
         outer = _top_hooks(True)
@@ -101,6 +102,32 @@ class TapeRegion:
         return output
 
 
+class _HigherOrderOps:
+    """Torch's higher-order ops (``flex_attention``, ``cond``): Python functions with a dispatch of their own.
+
+    They know no kernel for the recorder's key, so they are told to pass over it. The ops that they run are recorded.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+
+    def pass_over_recorder(self, recorder: Any) -> None:
+        """Tell the ops that were registered since the last call."""
+        registered = torch._ops._higher_order_ops
+        if len(registered) == len(self._known):
+            return
+        for name, op in list(registered.items()):
+            if name not in self._known:
+                self._known.add(name)
+                op.non_fallthrough_keys = recorder.without_recorder(op.non_fallthrough_keys)
+
+    def names(self) -> frozenset[str]:
+        """Their names."""
+        return frozenset(torch._ops._higher_order_ops)
+
+
+_HIGHER_ORDER_OPS = _HigherOrderOps()
+
 _REGIONS: weakref.WeakKeyDictionary[Any, TapeRegion] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
 
@@ -125,6 +152,8 @@ def why_no_tape(function: Callable[..., Any], policy: Any, asked: dict[str, Any]
         return f"no native recorder: {native.why_not()}"
     if policy is not None and not isinstance(policy, PolicyTable):
         return "a policy that is a function of an op's arguments"
+    if isinstance(policy, ByOpName) and not _HIGHER_ORDER_OPS.names().isdisjoint(policy.table):
+        return "a policy that names a higher-order op"
     for name, value in asked.items():
         if value and name not in _SERVED:
             return f"the option {name}"

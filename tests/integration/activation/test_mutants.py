@@ -450,6 +450,7 @@ def test_the_engine_passes_every_probe(name: str) -> None:
 NOTICED = (SimulationError, ActivationError, AssertionError, Failed)
 
 
+@pytest.mark.python_replay  # tests/integration/tape has the faults of tapes
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("mutant", MUTANTS, ids=repr)
 def test_a_mutant_is_noticed(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:

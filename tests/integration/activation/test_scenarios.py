@@ -63,7 +63,7 @@ def test_every_kind_really_swaps_or_recomputes(kind: Kind) -> None:
         assert sim.swapped_bytes > 0
         assert stats.swapped_out_bytes == sim.swapped_bytes
         assert stats.swapped_in_bytes > 0
-    if kind.files_outputs:
+    if kind.files_outputs and not stats.regions_from_tape:
         assert stats.replayed_ops["view"] > 0
     if kind.name in ("mixed", "op_list"):
         assert stats.saved_bytes > 0

@@ -68,6 +68,7 @@ def test_nothing_swapped_is_said_plainly(caplog: pytest.LogCaptureFixture) -> No
     assert line.startswith("hyper_parallel: first step: nothing was swapped; stayed where it was: already_on_host")
 
 
+@pytest.mark.python_replay  # tests/integration/tape has the line of regions that run from a tape
 @pytest.mark.parametrize(
     "wrap",
     [hp.checkpoint_wrapper, lambda layer: lambda x: hp.checkpoint(layer, x)],

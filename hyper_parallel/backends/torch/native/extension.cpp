@@ -197,6 +197,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def_property_readonly("saved_bytes", &Tape::saved_bytes)
       .def_property_readonly("recomputed_bytes", &Tape::recomputed_bytes)
       .def_property_readonly("held_count", &Tape::held_count);
+  module.def(
+      "without_recorder", [](c10::DispatchKeySet keys) { return keys.remove(kRecorderKey); },
+      "The same keys without the recorder's.");
   module.def("leave", &leave_tape, "Take the innermost open tape off this thread.");
   module.def("depth", [] { return open_tapes.size(); });
   module.def("set_changed_error", [](py::object make) { make_changed_error = make.release().ptr(); });
