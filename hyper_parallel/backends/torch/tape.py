@@ -119,7 +119,8 @@ class _HigherOrderOps:
         for name, op in list(registered.items()):
             if name not in self._known:
                 self._known.add(name)
-                op.non_fallthrough_keys = recorder.without_recorder(op.non_fallthrough_keys)
+                keys = op.non_fallthrough_keys
+                op.non_fallthrough_keys = keys.from_raw_repr(recorder.without_recorder(keys.raw_repr()))
 
     def names(self) -> frozenset[str]:
         """Their names."""

@@ -198,7 +198,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def_property_readonly("recomputed_bytes", &Tape::recomputed_bytes)
       .def_property_readonly("held_count", &Tape::held_count);
   module.def(
-      "without_recorder", [](c10::DispatchKeySet keys) { return keys.remove(kRecorderKey); },
+      "without_recorder",  // as numbers: torch's own class is another module's, and not every release shares it
+      [](uint64_t keys) { return c10::DispatchKeySet(c10::DispatchKeySet::RAW, keys).remove(kRecorderKey).raw_repr(); },
       "The same keys without the recorder's.");
   module.def("leave", &leave_tape, "Take the innermost open tape off this thread.");
   module.def("depth", [] { return open_tapes.size(); });

@@ -92,6 +92,9 @@ inline bool counts_versions(const at::Tensor& tensor) { return !tensor.is_infere
 
 // A second tensor over the same bytes and with the same version counter, without a graph.
 inline at::Tensor alias_of(const at::Tensor& tensor) {
+  // Under a dispatch mode torch would ask the mode for the copy.
+  const c10::impl::ExcludeDispatchKeyGuard no_mode(
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
   const auto* impl = tensor.unsafeGetTensorImpl();
   return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/false));
 }
@@ -465,7 +468,6 @@ inline void Tape::end(const c10::OperatorHandle& handle, Draft& draft, const tor
   const int this_op = static_cast<int>(ops_.size());
   const size_t pair = mix(last_hash_, draft.hash);
   const bool is_new = proven_->count(pair) == 0;
-  if (is_new) still_proven_ = false;
   for (size_t at = stack.size() - count; at < stack.size(); ++at) {
     for_each_tensor(stack[at], [&](const at::Tensor& tensor) {
       const int here = position++;
@@ -482,6 +484,7 @@ inline void Tape::end(const c10::OperatorHandle& handle, Draft& draft, const tor
       slot.is_unset = facts.leaves_bytes_unset;
       slot.created_by = this_op;
       slot.origin = mix(facts.hash, static_cast<size_t>(here) + 2);
+      if (is_new) still_proven_ = false;
       created.push_back({index, here});
       const bool is_small = slot.nbytes <= limits_.steering_output;
       const bool is_index = c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true);
@@ -525,7 +528,10 @@ inline void Tape::end(const c10::OperatorHandle& handle, Draft& draft, const tor
       std::move(draft.draws)});
   counters().recorded_ops.fetch_add(1, std::memory_order_relaxed);
   last_hash_ = draft.hash;
-  if (is_new) sequence_.push_back(pair);
+  if (is_new) {
+    still_proven_ = false;
+    sequence_.push_back(pair);
+  }
 }
 
 // -- Packing -------------------------------------------------------------------------------------------------------------
