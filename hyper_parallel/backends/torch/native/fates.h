@@ -20,7 +20,7 @@ enum class Fate : uint8_t { kRecompute = 0, kSave = 1, kSwap = 2 };
 inline Fate fate_from(PyObject* number) {
   const long value = PyLong_AsLong(number);
   if (value == -1 && PyErr_Occurred()) throw python_error();
-  TORCH_CHECK(value >= 0 && value <= 2, "a fate is 0, 1 or 2, not ", value);
+  TORCH_CHECK(value >= 0 && value <= 2, "a fate is 0, 1 or 2");
   return static_cast<Fate>(value);
 }
 

@@ -10,7 +10,7 @@
 
 #include <functional>
 #include <limits>
-#include <sstream>
+#include <string>
 
 #include "recorder.h"
 
@@ -26,12 +26,12 @@ struct ChangedInPlace : std::exception {
   const char* what() const noexcept override { return "a tensor was changed in place"; }
 };
 
+// No stream is used for texts in this extension: with the standard library of some machines a stream of ours ends the process
+// inside torch's.
 inline std::string describe(const View& view) {
-  std::ostringstream text;
-  text << "(";
-  for (size_t at = 0; at < view.sizes.size(); ++at) text << (at ? ", " : "") << view.sizes[at];
-  text << (view.sizes.size() == 1 ? ",) " : ") ") << c10::typeMetaToScalarType(view.dtype);
-  return text.str();
+  std::string text = "(";
+  for (size_t at = 0; at < view.sizes.size(); ++at) text += (at ? ", " : "") + std::to_string(view.sizes[at]);
+  return text + (view.sizes.size() == 1 ? ",) " : ") ") + c10::toString(c10::typeMetaToScalarType(view.dtype));
 }
 
 // One run over a tape.
@@ -202,8 +202,8 @@ class Replay {
         if (chain.wanted == kNone) return;
         TORCH_CHECK(
             tensor.storage().nbytes() == tape_.slots_[index].nbytes,
-            tape_.where_, ": ", op.handle.operator_name().name, " made ", tensor.storage().nbytes(),
-            " bytes in its replay and ", tape_.slots_[index].nbytes, " in forward");
+            tape_.where_ + ": " + op.handle.operator_name().name + " made " + std::to_string(tensor.storage().nbytes()) +
+                " bytes in its replay and " + std::to_string(tape_.slots_[index].nbytes) + " in forward");
         chain.storage = tensor.storage();
         if (look_) show(index, 0, chain);
       });
@@ -276,15 +276,16 @@ inline at::Tensor Tape::held_value(Held& held) {
   if (held.alias.defined()) {
     const auto& storage = held.alias.unsafeGetTensorImpl()->unsafe_storage();
     TORCH_CHECK(
-        held.alias.numel() == 0 || storage.nbytes() > 0, where_, ": the memory of a tensor ", describe(held.view),
-        " that the region reads from outside was freed by its owner before backward.");
+        held.alias.numel() == 0 || storage.nbytes() > 0,
+        where_ + ": the memory of a tensor " + describe(held.view) +
+            " that the region reads from outside was freed by its owner before backward.");
     return held.alias;
   }
   WithGil gil;
   PyObject* value = PyObject_CallFunctionObjArgs(held.unpack.get(), held.packed.get(), nullptr);
   if (value == nullptr) throw python_error();
   PythonRef owned = PythonRef::take(value);
-  TORCH_CHECK(THPVariable_Check(value), where_, ": the unpack hook around the region returned no tensor");
+  TORCH_CHECK(THPVariable_Check(value), where_ + ": the unpack hook around the region returned no tensor");
   at::Tensor tensor = THPVariable_Unpack(value);
   held.value = alias_of(tensor);
   return held.value;
@@ -350,7 +351,7 @@ inline c10::Storage Tape::kept_storage(Slot& slot) {
   if (slot.fetched && (!slot.fetched_on || *slot.fetched_on == current_stream(slot.fetched.device()))) return slot.fetched;
   WithGil gil;
   PythonRef value = PythonRef::take(call_swaps("fetch", slot.swapped.get()));
-  TORCH_CHECK(THPVariable_Check(value.get()), where_, ": the swap engine returned no tensor");
+  TORCH_CHECK(THPVariable_Check(value.get()), where_ + ": the swap engine returned no tensor");
   c10::Storage storage = THPVariable_Unpack(value.get()).storage();
   if (slot.living_handles > 0) {
     slot.fetched = storage;
