@@ -83,12 +83,13 @@ class Replay {
         bool is_known = false;
         for (const auto& known : before) is_known = is_known || known.first == generator;
         if (!is_known) before.emplace_back(generator, generator.get_state());
-        mutable_generator.set_state(state);
+        if (!HP_FAULT("generator_state")) mutable_generator.set_state(state);
       }
     }
     ~Restorer() {
       Unseen unseen;
       for (auto& [generator, state] : before) {
+        if (HP_FAULT("generator_put_back")) continue;
         std::lock_guard<std::mutex> lock(generator.mutex());
         generator.set_state(state);
       }
@@ -99,7 +100,7 @@ class Replay {
   struct UnderSettings {
     Settings before = Settings::now();
     bool is_other;
-    explicit UnderSettings(const Settings& wanted) : is_other(!(before == wanted)) {
+    explicit UnderSettings(const Settings& wanted) : is_other(!(before == wanted) && !HP_FAULT("settings")) {
       if (is_other) wanted.apply();
     }
     ~UnderSettings() {
@@ -155,7 +156,7 @@ class Replay {
     if (chain.storage || !is_upper(slot, version)) return;
     const Slot& known = tape_.slots_[slot];
     if (known.kept_version == kNone) return;
-    chain.storage = upper_[slot].wanted > known.kept_version ? copy_of(known.kept) : known.kept;
+    chain.storage = upper_[slot].wanted > known.kept_version && !HP_FAULT("copy_for_replay") ? copy_of(known.kept) : known.kept;
   }
 
   at::Tensor resolve(const Ref& ref) {
@@ -177,7 +178,7 @@ class Replay {
       stack.push_back(value_of(tape_.arguments_[op.first_argument + argument]));
     }
     if (!op.draws.empty()) restorer.draw_as(op.draws);
-    c10::GradMode::set_enabled(op.is_recorded_by_autograd);
+    c10::GradMode::set_enabled(op.is_recorded_by_autograd && !HP_FAULT("grad_mode"));
     op.handle.callBoxed(stack);
     counters().replayed_ops.fetch_add(1, std::memory_order_relaxed);
     int position = 0;
@@ -204,7 +205,7 @@ class Replay {
         const Ref& read = tape_.refs_[ref];
         if (read.slot == kNone) continue;
         Chain& chain = chain_of(read.slot, read.version);
-        if (chain.last_read == at) chain.storage = c10::Storage();
+        if (HP_FAULT("last_use_early") || (chain.last_read == at && !HP_FAULT("last_use_never"))) chain.storage = c10::Storage();
       }
     }
   }
@@ -241,7 +242,7 @@ class Replay {
 
 inline at::Tensor Tape::held_value(Held& held) {
   if (held.value.defined()) return held.value;
-  if (held.version >= 0 && held.counter.current_version() != static_cast<uint32_t>(held.version)) {
+  if (!HP_FAULT("held_version") && held.version >= 0 && held.counter.current_version() != static_cast<uint32_t>(held.version)) {
     ChangedInPlace error;
     error.where = where_;
     error.what_changed = describe(held.view);
@@ -295,7 +296,7 @@ inline void Tape::release(int handle) {
 
 // Kept bytes that are a tensor of the user's may be changed after the region. Then its ops make them again, or this raises.
 inline void Tape::check_kept(Slot& slot) {
-  if (is_open_ || slot.kept_version == kNone || slot.owns_kept || slot.kept_at < 0) return;
+  if (HP_FAULT("kept_version") || is_open_ || slot.kept_version == kNone || slot.owns_kept || slot.kept_at < 0) return;
   const int64_t now = slot.kept_counter.current_version();
   if (now == slot.kept_at) return;
   if (!slot.can_be_remade) {
@@ -364,7 +365,7 @@ inline void Tape::make_missing() {
       if (tape == nullptr) return;
       auto lock = locked(tape->mutex_);
       tape->collect_dead();
-      tape->drop_made();
+      if (!HP_FAULT("drop_made")) tape->drop_made();
     });
   }
 }
@@ -378,7 +379,7 @@ inline void Tape::drop_made() {
 
 // A value that was made on one stream and is read on another.
 inline void Tape::order_after_made(const c10::Storage& storage) {
-  if (!made_event_ || storage.device().type() == c10::kCPU) return;
+  if (HP_FAULT("stream_event") || !made_event_ || storage.device().type() == c10::kCPU) return;
   c10::impl::VirtualGuardImpl guard(storage.device().type());
   const c10::Stream current = guard.getStream(storage.device());
   if (current == *made_stream_) return;
@@ -393,7 +394,7 @@ inline at::Tensor Tape::unpack(int index) {
   const int64_t now = handle.saved_version < 0 ? -1
       : (is_open_ || handle.kept.defined() || handle.closed_version < 0) ? handle.counter.current_version()
                                                                          : handle.closed_version;
-  if (now != handle.saved_version) {
+  if (now != handle.saved_version && !HP_FAULT("saved_version")) {
     ChangedInPlace error;
     error.where = where_;
     error.what_changed = describe(handle.slot == kNone ? View::of(handle.kept) : handle.view);
@@ -423,6 +424,7 @@ inline void Tape::close() {
     if (handle.saved_version >= 0) handle.closed_version = handle.counter.current_version();
   }
   for (Slot& slot : slots_) {
+    slot.storage.reset();  // no address is looked up any more; before torch 2.13 it would keep the storage's Python object
     if (slot.kept_at >= 0) slot.kept_at = slot.kept_counter.current_version();
   }
 }
@@ -434,7 +436,7 @@ inline void Tape::copy_held(const std::vector<at::Tensor>& tensors) {
     if (slot.is_created || slot.kept_version != kNone || slot.held.empty()) continue;
     for (const at::Tensor& tensor : tensors) {
       const auto& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
-      if (slot.held[0].storage != storage.unsafeGetStorageImpl()) continue;
+      if (HP_FAULT("small_buffers") || slot.held[0].storage != storage.unsafeGetStorageImpl()) continue;
       slot.kept = copy_of(storage);
       slot.owns_kept = true;
       slot.kept_version = 0;
@@ -451,7 +453,7 @@ inline void Tape::show_held(PyObject* pack, PyObject* unpack) {
       at::Tensor original = std::move(entry.original);
       entry.original = at::Tensor();
       const bool is_scalar = entry.view.sizes.empty() && entry.alias.device().type() == c10::kCPU;
-      if (pack == nullptr || is_scalar) continue;
+      if (pack == nullptr || is_scalar || HP_FAULT("hooks_around")) continue;
       PythonRef value = PythonRef::take(THPVariable_Wrap(std::move(original)));
       PyObject* packed = PyObject_CallFunctionObjArgs(pack, value.get(), nullptr);
       if (packed == nullptr) throw python_error();
@@ -483,7 +485,7 @@ inline std::string Tape::prove() {
       if (handle.saved_version >= 0 && handle.closed_version != handle.saved_version) continue;  // raises when it is wanted
       const Slot& slot = slots_[handle.slot];
       const auto& storage = slot.made;
-      if (!at::equal(handle.view.bits(storage), handle.view.bits(originals[at].storage()))) {
+      if (!HP_FAULT("probation_comparison") && !at::equal(handle.view.bits(storage), handle.view.bits(originals[at].storage()))) {
         const Op* op = slot.created_by == kNone ? nullptr : &ops_[slot.created_by];
         different = "a value " + describe(handle.view) + (op ? " of " + op->handle.operator_name().name : std::string()) +
             " came out different when it was made again";
