@@ -15,9 +15,9 @@ import re
 import textwrap
 from typing import Any
 
-from fuzz import doors, harness, operations, rare
+from fuzz import doors, effects, harness, operations, rare
 from fuzz.program import BLOCKS, RECOMPUTED, THEIRS, Op, Policy, Program, Span, ops_of, to_json
-from fuzz.vocabulary import RARE, SPECS, STATE
+from fuzz.vocabulary import EFFECTS, RARE, SPECS, STATE
 
 __all__ = ["program_to_script", "program_to_source"]
 
@@ -45,7 +45,7 @@ class Lowering:
         self.definitions: list[str] = []
         self._values = 0
         self._spans = 0
-        self._has_buffers = self._has_state = False
+        self._has_buffers = self._has_state = self._has_effects = False
         kinds = {action.kind for actions in program.threads for action in actions}
         self._ticks = any(kind.startswith("fail") for kind in kinds) or len(program.threads) > 1
         self._is_shared = "both" in kinds
@@ -73,9 +73,11 @@ class Lowering:
         return [
             *["B = [torch.zeros((), device=DEVICE)]"] * self._has_buffers,
             *["S = State(DEVICE)"] * self._has_state,
+            *["E = Effects(DEVICE)"] * self._has_effects,
             *self.definitions,
             f"def model({names}):",
             *_indent([*lines, f"return [{', '.join(outs)}]"]),
+            *["model.left_behind = E.left_behind"] * self._has_effects,
             "return model",
         ]
 
@@ -95,7 +97,7 @@ class Lowering:
             or (not spec.is_shareable and self._is_shared)
             or (spec.takes_gradient and self._selective_depth > 0)
             # Torch's own checkpoint, with which a run that fails inside a recompute is compared, would change it twice.
-            or (op.name in STATE and self._plans_error_in_replay)
+            or ((op.name in STATE or op.name in EFFECTS) and self._plans_error_in_replay)
         )
         name = "sin" if is_too_much else op.name
         spec = SPECS[name]
@@ -127,6 +129,9 @@ class Lowering:
         if letter == "s":
             self._has_state = True
             return "S"
+        if letter == "e":
+            self._has_effects = True
+            return "E"
         if letter == "b":
             # What is recomputed changes its buffers twice, as torch documents; threads would change them in any order.
             self._has_buffers = True
@@ -337,6 +342,7 @@ def program_to_script(program: Program, title: str = "A fuzzed training program.
     """A script that needs only torch and hyper_parallel, and exits with 1 when the two runs differ."""
     source = program_to_source(program)
     rare_ones = [_pasted(rare)] if any(re.search(rf"\b{name}\(", source) for name in _RARE) else []
+    rare_ones += [_pasted(effects)] if any(re.search(rf"\b{name}\(", source) for name in EFFECTS) else []
     helpers = _needed_operations(source + _HELPERS_OF_RARE * bool(rare_ones))
     return "\n".join(
         [

@@ -30,10 +30,11 @@ _LOG = logging.getLogger("hyper_parallel")
 _SOURCES = Path(__file__).parent
 _NAME = "_hyper_parallel_tape"
 _FLAGS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
+_FAULTS = "-DHYPER_PARALLEL_FAULTS"
 _TEST_BUILDS = {
-    "faults": ("-DHYPER_PARALLEL_FAULTS",),
-    "address": ("-fsanitize=address", "-g", "-O1", "-fno-omit-frame-pointer"),
-    "thread": ("-fsanitize=thread", "-g", "-O1", "-fno-omit-frame-pointer"),
+    "faults": (_FAULTS,),
+    "address": (_FAULTS, "-fsanitize=address", "-g", "-O1", "-fno-omit-frame-pointer"),
+    "thread": (_FAULTS, "-fsanitize=thread", "-g", "-O1", "-fno-omit-frame-pointer"),
 }
 """Builds for tests, named by ``HYPER_PARALLEL_NATIVE_BUILD``: with named faults (``faults.h``), and with a sanitizer, whose
 library the process must load first (``LD_PRELOAD``)."""
