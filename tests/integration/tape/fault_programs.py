@@ -24,7 +24,7 @@ from hyper_parallel.testing import simulated_accelerator
 from .models import RECORDED, WIDTH, ChangedUnseen, Effects, LargeBuffer, OwnKernel, mlp
 from .test_values import are_equal, once, ours, plain, steps
 
-__all__ = ["ONLY_ON_A_GPU", "PROGRAMS"]
+__all__ = ["ONLY_ELSEWHERE", "PROGRAMS"]
 
 Program = Callable[[], None]
 
@@ -357,7 +357,8 @@ PROGRAMS: dict[str, Program] = {
 }
 """A fault's name, and the program that catches it."""
 
-ONLY_ON_A_GPU = {
-    "stream_event": "On a CPU every op is done when it returns, so no reader can come too early. A GPU test has to catch it."
+ONLY_ELSEWHERE = {
+    "stream_event": "On a CPU every op is done when it returns, so no reader can come too early. A GPU test has to catch it.",
+    "lock_of_unpack": "A race shows by chance only. The thread sanitizer reports it (test_sanitizers).",
 }
-"""Faults that no program on a CPU can see, and why."""
+"""Faults that no program here can see, and why."""
