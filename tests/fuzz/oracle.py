@@ -14,7 +14,8 @@ Verdicts
 ``unjudged``   torch's own checkpoint hides a change in place that the bare program raises for, and either an error is planned
                inside the recompute, which the exact run does not have, or the program has state, which torch's checkpoint
                changes twice: there is nothing to compare with.
-``mismatch``   anything else, and anything that a run leaves behind.
+``mismatch``   anything else, and anything that a run leaves behind. Where every region ran from a tape, also effects of forward
+               (counters, caches, prints, buffers) that are not those of a run that recomputes nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +54,14 @@ class Verdict:
 
 def compiled(program: Program, device: str = "cpu") -> dict[str, Any]:
     """The names that the program's source defines."""
-    names = {**vars(doors), **FUNCTIONS, "State": rare.State, "Effects": effects.Effects, "torch": torch, "DEVICE": device}
+    names = {
+        **vars(doors),
+        **FUNCTIONS,
+        "State": rare.State,
+        "Effects": effects.Effects,
+        "torch": torch,
+        "DEVICE": device,
+    }
     exec(compile(program_to_source(program), "<fuzzed program>", "exec"), names)
     return names
 
@@ -65,12 +73,26 @@ def judge(program: Program, device: str = "cpu") -> Verdict:
         names = compiled(program, device)
         reference = harness.run_once(names, doors.Plain(), device)
         ours = harness.run_once(names, hyper_parallel, device)
-        if not harness.effects_happen_once(ours.facts):
-            names["LOGS_EFFECTS"] = False
-            for outcome in (reference, ours):
-                outcome.entries = harness.without_effects(outcome.entries)
-        verdict = _compare(program, names, reference, ours, device)
+        verdict = _compare_effects(names, ours, device)
+        names["LOGS_EFFECTS"] = False
+        for outcome in (reference, ours):
+            outcome.entries = harness.without_effects(outcome.entries)
+        if verdict is None:
+            verdict = _compare(program, names, reference, ours, device)
     return dataclasses.replace(verdict, features=tuple(sorted({*features_of(program), *_observed(reference, ours)})))
+
+
+def _compare_effects(names: dict[str, Any], ours: Any, device: str) -> Verdict | None:
+    """What forward left behind, against a run that recomputes nothing: torch's own checkpoint repeats every effect."""
+    found = harness.effects_among(ours.entries)
+    has_raised = any(value == "in-place" for _, value in ours.entries)  # and ended the schedule there
+    if not found or has_raised or not harness.effects_happen_once(ours.facts):
+        return None
+    wanted = harness.effects_among(harness.run_once(names, doors.Plain("exact"), device).entries)
+    expected, got = _first_difference(wanted, found)
+    if expected == got:
+        return None
+    return Verdict(kind="mismatch", detail=f"without us {harness.shown(expected)}\nwith us    {harness.shown(got)}")
 
 
 def _compare(program: Program, names: dict[str, Any], reference: Any, ours: Any, device: str) -> Verdict:

@@ -77,9 +77,13 @@ class Lowering:
             *self.definitions,
             f"def model({names}):",
             *_indent([*lines, f"return [{', '.join(outs)}]"]),
-            *["model.left_behind = E.left_behind"] * self._has_effects,
+            *[f"model.left_behind = lambda: {self._left_behind()}"] * (self._has_effects or self._has_state),
             "return model",
         ]
+
+    def _left_behind(self) -> str:
+        parts = ["*E.left_behind()"] * self._has_effects + ["*S.left_behind()"] * self._has_state
+        return f"[{', '.join(parts)}]"
 
     def _body(
         self, body: tuple[Op | Span, ...], visible: list[Value], foreign: frozenset[int]

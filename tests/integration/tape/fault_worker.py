@@ -1,8 +1,8 @@
 """``python -m tape.fault_worker``: runs every fault's program, without the fault and with it, and prints what came of it.
 
-One process with the test build serves all faults. Each run is a fork of it: nothing that was proven in one run is believed in the
-next, and a run that dies is a result. A line of the output is JSON: the program's name, the faults that were on, and how it failed
-(null when it did not).
+One process with the test build serves all faults. Each run is a fork of it: nothing that was proven in one run is believed in
+the next, and a run that dies is a result. A line of the output is JSON: the program's name, the faults that were on, and how it
+failed (null when it did not).
 """
 
 from __future__ import annotations

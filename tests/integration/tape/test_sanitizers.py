@@ -1,8 +1,8 @@
 """The recorder and the runner under the address and the thread sanitizer: the tape's own tests, and a slice of the fuzzer.
 
 Only our extension is instrumented. Python and torch are not, so three things differ from an all-instrumented program:
-    The sanitizer's library and libstdc++ are loaded before Python (``LD_PRELOAD``); without the latter, the first C++ exception of
-    torch ends the process. The compiler runs without them.
+    The sanitizer's library and libstdc++ are loaded before Python (``LD_PRELOAD``). Without the latter, the first C++
+    exception of torch ends the process. The compiler runs without them.
     Leaks are not looked for: Python itself leaves memory behind at its end.
     Accesses that the thread sanitizer sees through its interceptors in torch's code are ignored.
 No report needed a suppression.

@@ -84,7 +84,9 @@ def _import(path: Path) -> Any:
         loader.exec_module(module)
     except ImportError as error:
         why = str(error).split("\n", 1)[0]  # torch appends its stack
-        raise _CannotBuildError(f"what was built for this torch does not load ({why}); it is in {path.parent}") from error
+        raise _CannotBuildError(
+            f"what was built for this torch does not load ({why}); it is in {path.parent}"
+        ) from error
     return module
 
 
