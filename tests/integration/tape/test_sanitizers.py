@@ -53,7 +53,6 @@ class Sanitized:
             "PYTHONPATH": os.pathsep.join([str(_ROOT), str(_ROOT / "tests")]),
             "OMP_NUM_THREADS": "1",
             "HYPER_PARALLEL_NATIVE_BUILD": build,
-            "HYPER_PARALLEL_SUMMARY": "0",
         }
         preloaded = f"{library(name)} {library('libstdc++.so.6')}"
         self._environment = {

@@ -93,6 +93,8 @@ inline bool counts_versions(const at::Tensor& tensor) { return !tensor.is_infere
 
 // A second tensor over the same bytes and with the same version counter, without a graph.
 inline at::Tensor alias_of(const at::Tensor& tensor) {
+  // Else torch asks the active dispatch mode to detach; a number in place of a tensor then fails (2.8).
+  const c10::impl::ExcludeDispatchKeyGuard no_modes(c10::DispatchKey::Python);
   const auto* impl = tensor.unsafeGetTensorImpl();
   return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/false));
 }
