@@ -99,7 +99,7 @@ def effect_norms(x, effects):
 
 
 # ---------------------------------------------------------------- writes that no op makes
-# Each may happen twice without harm: where Python runs again, a policy may have kept the value as it is after the first write.
+# Each may happen twice without harm, as it does where Python runs again. None is in a region with a policy (``source``).
 
 
 def _bytes_of(x):
