@@ -113,7 +113,7 @@ class _Draft:
             passing=choices.one_of(("args", "args", "kwargs", "nested")),
             calls=choices.one_of((1, 1, 1, 2)),
             swap_inputs=is_checkpoint and _chance(choices, 50),
-            policy=self.policy() if is_checkpoint and _chance(choices, 70) else None,
+            policy=self.policy() if is_checkpoint and _chance(choices, self.territory.policy_percent) else None,
             tensor_policy="none"
             if is_checkpoint
             else choices.one_of(("none", "none", "none", "none", "none", "save_even", "all_save")),
@@ -219,6 +219,16 @@ def _schedule(choices: Choices) -> tuple[tuple[Action, ...], ...]:
     return threads
 
 
+_DOUBLE = Action(kind="double")
+_DOUBLES: tuple[tuple[Action, ...], ...] = (
+    (_f(0), _DOUBLE),
+    (_f(0), _DOUBLE, Action(kind="step"), _f(1), _DOUBLE, Action(kind="step"), _f(0), _b(0)),
+    (_f(0), _b(0, True), _DOUBLE, _f(1), _b(1)),
+    (_f(0), _f(1), _DOUBLE, Action(kind="double", batch=1)),
+    (_f(0), Action(kind="grad", retain=True), _DOUBLE, Action(kind="step"), _f(0), _DOUBLE),
+)
+
+
 def generate(choices: Choices, territory: Territory = WIDE) -> Program:
     """One program."""
     draft = _Draft(choices, territory)
@@ -235,6 +245,8 @@ def generate(choices: Choices, territory: Territory = WIDE) -> Program:
         is_wild=is_wild,
         **_tensors(choices),
     )
+    if territory.double_percent and _chance(choices, territory.double_percent):
+        program = dataclasses.replace(program, threads=(choices.one_of(_DOUBLES),))
     return _with_rare_parts(program, draft) if territory.rare_percent else program
 
 

@@ -20,7 +20,7 @@ class Spec:
     """What the generator and the lowering need to know of an operation."""
 
     ins: int = 1
-    weights: str = ""  # one letter each: m(atrix), v(ector), c(onstant), b(uffer), s(tate)
+    weights: str = ""  # one letter each: m(atrix), v(ector), c(onstant), b(uffer), s(tate), e(ffects)
     outs: int = 1
     writes: bool = False  # changes its first operand in place
     aliases: bool = False  # the result may share bytes with an operand

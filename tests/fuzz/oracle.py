@@ -14,7 +14,8 @@ Verdicts
 ``unjudged``   torch's own checkpoint hides a change in place that the bare program raises for, and either an error is planned
                inside the recompute, which the exact run does not have, or the program has state, which torch's checkpoint
                changes twice: there is nothing to compare with.
-``mismatch``   anything else, and anything that a run leaves behind.
+``mismatch``   anything else, and anything that a run leaves behind. Where every region ran from a tape, also effects of forward
+               (counters, caches, prints, buffers) that are not those of a run that recomputes nothing.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from typing import Any
 import torch
 
 import hyper_parallel
-from fuzz import doors, harness, rare
+from fuzz import doors, effects, harness, rare
 from fuzz.program import OURS, RECOMPUTED, Program, Span, ops_of, spans_of
 from fuzz.source import program_to_source
-from fuzz.vocabulary import FUNCTIONS, SPECS, STATE
+from fuzz.vocabulary import EFFECTS, FUNCTIONS, SPECS, STATE
 
 __all__ = ["Verdict", "features_of", "judge", "signature"]
 
@@ -53,7 +54,14 @@ class Verdict:
 
 def compiled(program: Program, device: str = "cpu") -> dict[str, Any]:
     """The names that the program's source defines."""
-    names = {**vars(doors), **FUNCTIONS, "State": rare.State, "torch": torch, "DEVICE": device}
+    names = {
+        **vars(doors),
+        **FUNCTIONS,
+        "State": rare.State,
+        "Effects": effects.Effects,
+        "torch": torch,
+        "DEVICE": device,
+    }
     exec(compile(program_to_source(program), "<fuzzed program>", "exec"), names)
     return names
 
@@ -65,8 +73,26 @@ def judge(program: Program, device: str = "cpu") -> Verdict:
         names = compiled(program, device)
         reference = harness.run_once(names, doors.Plain(), device)
         ours = harness.run_once(names, hyper_parallel, device)
-        verdict = _compare(program, names, reference, ours, device)
+        verdict = _compare_effects(names, ours, device)
+        names["LOGS_EFFECTS"] = False
+        for outcome in (reference, ours):
+            outcome.entries = harness.without_effects(outcome.entries)
+        if verdict is None:
+            verdict = _compare(program, names, reference, ours, device)
     return dataclasses.replace(verdict, features=tuple(sorted({*features_of(program), *_observed(reference, ours)})))
+
+
+def _compare_effects(names: dict[str, Any], ours: Any, device: str) -> Verdict | None:
+    """What forward left behind, against a run that recomputes nothing: torch's own checkpoint repeats every effect."""
+    found = harness.effects_among(ours.entries)
+    has_raised = any(value == "in-place" for _, value in ours.entries)  # and ended the schedule there
+    if not found or has_raised or not harness.effects_happen_once(ours.facts):
+        return None
+    wanted = harness.effects_among(harness.run_once(names, doors.Plain("exact"), device).entries)
+    expected, got = _first_difference(wanted, found)
+    if expected == got:
+        return None
+    return Verdict(kind="mismatch", detail=f"without us {harness.shown(expected)}\nwith us    {harness.shown(got)}")
 
 
 def _compare(program: Program, names: dict[str, Any], reference: Any, ours: Any, device: str) -> Verdict:
@@ -101,7 +127,10 @@ def _compare(program: Program, names: dict[str, Any], reference: Any, ours: Any,
     may_be_exact = is_checkpointed or any(SPECS[op.name].takes_gradient for op in ops_of(program.body))
     if exact.entries == ours.entries and (may_be_exact or expected[1] != "in-place"):
         return Verdict(kind="exact", detail=detail)
-    has_state = any(op.name in STATE for op in ops_of(program.body))
+    raised = next((at for at, (_, value) in enumerate(ours.entries) if value == "in-place"), None)
+    if raised is not None and writes_anything(program) and exact.entries[:raised] == ours.entries[:raised]:
+        return Verdict(kind="refused", detail=detail)  # and before it, right where torch's checkpoint is wrong
+    has_state = any(op.name in STATE or op.name in EFFECTS for op in ops_of(program.body))
     if is_checkpointed and is_hidden and (plans_an_error or has_state):
         return Verdict(kind="unjudged", detail=detail)
     return Verdict(kind="mismatch", detail=detail)
@@ -138,7 +167,7 @@ def writes_anything(program: Program) -> bool:
     """Whether something is changed in place, by the model or by its caller."""
     if any(action.kind == "edit" for thread in program.threads for action in thread):
         return True
-    return any(SPECS[op.name].writes or "b" in SPECS[op.name].weights for op in ops_of(program.body))
+    return any(SPECS[op.name].writes or set("be") & set(SPECS[op.name].weights) for op in ops_of(program.body))
 
 
 def features_of(program: Program) -> set[str]:

@@ -15,9 +15,9 @@ import re
 import textwrap
 from typing import Any
 
-from fuzz import doors, harness, operations, rare
+from fuzz import doors, effects, harness, operations, rare
 from fuzz.program import BLOCKS, RECOMPUTED, THEIRS, Op, Policy, Program, Span, ops_of, to_json
-from fuzz.vocabulary import RARE, SPECS, STATE
+from fuzz.vocabulary import EFFECTS, RARE, SPECS, STATE
 
 __all__ = ["program_to_script", "program_to_source"]
 
@@ -45,7 +45,7 @@ class Lowering:
         self.definitions: list[str] = []
         self._values = 0
         self._spans = 0
-        self._has_buffers = self._has_state = False
+        self._has_buffers = self._has_state = self._has_effects = False
         kinds = {action.kind for actions in program.threads for action in actions}
         self._ticks = any(kind.startswith("fail") for kind in kinds) or len(program.threads) > 1
         self._is_shared = "both" in kinds
@@ -55,7 +55,7 @@ class Lowering:
         retains = any(action.retain for actions in program.threads for action in actions)
         self._allows_selective = not (retains or kinds & {"fail_backward", "both", "double"})
         self._is_parallel = len(program.threads) > 1 or self._is_shared
-        self._recomputed_depth = self._selective_depth = 0
+        self._recomputed_depth = self._selective_depth = self._policy_depth = 0
 
     def _new(self, roots: frozenset[int] | None = None) -> Value:
         number = self._values
@@ -73,11 +73,17 @@ class Lowering:
         return [
             *["B = [torch.zeros((), device=DEVICE)]"] * self._has_buffers,
             *["S = State(DEVICE)"] * self._has_state,
+            *["E = Effects(DEVICE)"] * self._has_effects,
             *self.definitions,
             f"def model({names}):",
             *_indent([*lines, f"return [{', '.join(outs)}]"]),
+            *[f"model.left_behind = lambda: {self._left_behind()}"] * (self._has_effects or self._has_state),
             "return model",
         ]
+
+    def _left_behind(self) -> str:
+        parts = ["*E.left_behind()"] * self._has_effects + ["*S.left_behind()"] * self._has_state
+        return f"[{', '.join(parts)}]"
 
     def _body(
         self, body: tuple[Op | Span, ...], visible: list[Value], foreign: frozenset[int]
@@ -95,7 +101,9 @@ class Lowering:
             or (not spec.is_shareable and self._is_shared)
             or (spec.takes_gradient and self._selective_depth > 0)
             # Torch's own checkpoint, with which a run that fails inside a recompute is compared, would change it twice.
-            or (op.name in STATE and self._plans_error_in_replay)
+            or ((op.name in STATE or op.name in EFFECTS) and self._plans_error_in_replay)
+            # A policy may keep or swap the value as it was before the write, or after it.
+            or (op.name.startswith("raw_") and self._policy_depth > 0)
         )
         name = "sin" if is_too_much else op.name
         spec = SPECS[name]
@@ -127,6 +135,9 @@ class Lowering:
         if letter == "s":
             self._has_state = True
             return "S"
+        if letter == "e":
+            self._has_effects = True
+            return "E"
         if letter == "b":
             # What is recomputed changes its buffers twice, as torch documents; threads would change them in any order.
             self._has_buffers = True
@@ -152,9 +163,12 @@ class Lowering:
         written_before = set(self.found_written)
         self._recomputed_depth += is_recomputed
         self._selective_depth += span.kind == "torch_selective"
+        has_policy = span.policy is not None and span.kind in _CHECKPOINTS
+        self._policy_depth += has_policy
         inner, lines = self._body(span.body, list(visible), inner_foreign)
         self._recomputed_depth -= is_recomputed
         self._selective_depth -= span.kind == "torch_selective"
+        self._policy_depth -= has_policy
         results = [_pick(inner, ref) for ref in span.outs] or [_pick(inner, 0)]
         if span.kind in BLOCKS:
             visible += inner[before:]
@@ -337,6 +351,7 @@ def program_to_script(program: Program, title: str = "A fuzzed training program.
     """A script that needs only torch and hyper_parallel, and exits with 1 when the two runs differ."""
     source = program_to_source(program)
     rare_ones = [_pasted(rare)] if any(re.search(rf"\b{name}\(", source) for name in _RARE) else []
+    rare_ones += [_pasted(effects)] if any(re.search(rf"\b{name}\(", source) for name in EFFECTS) else []
     helpers = _needed_operations(source + _HELPERS_OF_RARE * bool(rare_ones))
     return "\n".join(
         [

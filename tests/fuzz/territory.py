@@ -10,7 +10,7 @@ import dataclasses
 
 from fuzz.operations import SPECS as KNOWN
 from fuzz.program import THEIRS
-from fuzz.vocabulary import RARE, STATE
+from fuzz.vocabulary import EFFECTS, RARE, STATE
 
 __all__ = ["POLICIES", "TERRITORIES", "WIDE", "Territory"]
 
@@ -56,6 +56,8 @@ _RARE_POLICY_OPS = (
 )  # fmt: skip
 _ALL_RARE = tuple(tuple(family) for family in RARE.values())
 _OVER_LEAVES = ("linear", "linear", "linear_bias", "linear_of_values", "fresh_leaf")
+_ON_A_TAPE = ("checkpoint", "checkpoint_wrapper", "swap", "checkpoint", "checkpoint_wrapper", "swap_wrapper", "no_grad",
+              "autocast", "plain")  # fmt: skip
 _AROUND = (
     "enable_grad",
     "autocast_off",
@@ -75,6 +77,8 @@ class Territory:
     span_kinds: tuple[str, ...] = _SPAN_KINDS
     policy_ops: tuple[str, ...] = _POLICY_OPS
     autocast_percent: int = 0  # how often all of the model runs under autocast
+    double_percent: int = 0  # how often the schedule takes second derivatives
+    policy_percent: int = 70  # how often a checkpoint has a policy
     rare_percent: int = 0  # how often a wrapper is a module, a weight is no parameter, two threads share a graph
 
     @property
@@ -93,6 +97,10 @@ TERRITORIES: dict[str, Territory] = {
         for name, family in RARE.items()
     },
     "state": Territory(families=_FAMILIES + (tuple(STATE),) * 8, policy_ops=_RARE_OPS),
+    "effects": Territory(
+        families=_FAMILIES + (tuple(EFFECTS),) * 10, span_kinds=_ON_A_TAPE, double_percent=15, policy_percent=15
+    ),
+    "second": Territory(families=_FAMILIES + _ALL_RARE, span_kinds=_ON_A_TAPE, double_percent=80, policy_percent=30),
     "around": Territory(span_kinds=_SPAN_KINDS + _AROUND * 2),
     "theirs": Territory(span_kinds=_SPAN_KINDS + THEIRS * 3),
     "modules": Territory(rare_percent=50),

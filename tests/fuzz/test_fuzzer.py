@@ -35,7 +35,7 @@ from fuzz.program import (
 )
 from fuzz.shrink import shrink
 from fuzz.source import program_to_script, program_to_source
-from fuzz.vocabulary import FUNCTIONS, RARE, SPECS, STATE
+from fuzz.vocabulary import EFFECTS, FUNCTIONS, RARE, SPECS, STATE
 from hyper_parallel.backends.torch import ops, selective
 from hyper_parallel.backends.torch.region_state import RegionState
 from hyper_parallel.core.activation_checkpoint.packed import KeptValue, SwappedValue
@@ -90,7 +90,7 @@ def test_a_few_hundred_programs_contain_every_operation_span_policy_and_action()
     seen: set[str] = set()
     for number in range(1500):
         seen |= features_of(program_number(4, number))
-    assert {f"op:{name}" for name in SPECS.keys() - STATE.keys()} <= seen
+    assert {f"op:{name}" for name in SPECS.keys() - STATE.keys() - EFFECTS.keys()} <= seen
     for kind in ("swap", "swap_wrapper", "checkpoint", "checkpoint_wrapper", "plain", *BLOCKS, *THEIRS):
         assert f"span:{kind}" in seen
         assert f"nested:{kind} in checkpoint" in seen
@@ -109,6 +109,31 @@ def test_state_that_forward_writes_has_a_territory_of_its_own() -> None:
     for number in range(300):
         seen |= features_of(program_number(4, number, "state"))
     assert {f"op:{name}" for name in STATE} <= seen
+
+
+def test_effects_and_second_derivatives_have_territories_of_their_own() -> None:
+    seen: set[str] = set()
+    for number in range(300):
+        seen |= features_of(program_number(4, number, "effects"))
+    assert {f"op:{name}" for name in EFFECTS} <= seen
+    doubled = ["action:double" in features_of(program_number(4, number, "second")) for number in range(100)]
+    assert sum(doubled) > 60
+
+
+def test_effects_that_happen_twice_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Python runs again they do, and are not compared. Here they are."""
+    monkeypatch.setenv("HYPER_PARALLEL_NATIVE", "0")
+    region = Span(kind="checkpoint", body=(Op(name="effect_prints", ins=(0,)), Op(name="tanh", ins=(0,))))
+    program = Program(
+        weights=(Tensor(shape=(4, 4)),),
+        inputs=(Tensor(shape=(3, 4)),),
+        constants=(),
+        body=(region,),
+        threads=((Action(kind="forward"), Action(kind="backward")),),
+    )
+    assert judge(program).kind == "equal"
+    monkeypatch.setattr(harness, "effects_happen_once", lambda facts: True)
+    assert judge(program).kind == "mismatch"
 
 
 def _without_putting_state_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fuzz import operations, rare
+from fuzz import effects, operations, rare
 from fuzz.operations import Spec
 
-__all__ = ["FUNCTIONS", "RARE", "SPECS", "STATE", "Spec"]
+__all__ = ["EFFECTS", "FUNCTIONS", "RARE", "SPECS", "STATE", "Spec"]
 
 _ONE = Spec()
 _PAIR = Spec(ins=2)
@@ -87,9 +87,32 @@ STATE: dict[str, Spec] = {
 }
 """State that forward writes and reads. Torch's own regions change it twice, so it is not among what every territory has."""
 
+_EFFECT = Spec(weights="e")
+
+EFFECTS: dict[str, Spec] = {
+    "effect_counts": _EFFECT,
+    "effect_prints": _EFFECT,
+    "effect_caches": _EFFECT,
+    "effect_files": _EFFECT,
+    "effect_loads": _EFFECT,
+    "effect_branches": _EFFECT,
+    "effect_lengthens": _EFFECT,
+    "effect_norms": _EFFECT,
+    "raw_numpy": _ONE,
+    "raw_fill": _ONE,
+    "raw_dlpack": _ONE,
+    "raw_data": _ONE,
+    "raw_function": _ONE,
+}
+"""Effects in forward that happen once where a region runs from a tape, and writes that no op makes."""
+
 SPECS: dict[str, Spec] = {**operations.SPECS}
 for _family in RARE.values():
     SPECS.update(_family)
 SPECS.update(STATE)
+SPECS.update(EFFECTS)
 
-FUNCTIONS: dict[str, Any] = {name: getattr(operations, name, None) or getattr(rare, name) for name in SPECS}
+FUNCTIONS: dict[str, Any] = {
+    name: next(getattr(module, name) for module in (operations, rare, effects) if hasattr(module, name))
+    for name in SPECS
+}

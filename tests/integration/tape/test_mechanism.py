@@ -226,3 +226,11 @@ def test_the_first_steps_line_says_how_many_regions_run_from_a_tape(caplog: pyte
     with caplog.at_level("INFO", logger="hyper_parallel.summary"):
         hp.checkpoint(mlp(), hp.checkpoint(mlp(), x)).sum().backward()
     assert "recomputed 2 regions (1.50 KiB) from a tape" in caplog.text
+
+
+def test_a_number_among_the_operands_is_recorded_under_a_mode_of_ours() -> None:
+    x = torch.randn(4, requires_grad=True)
+    with simulated_accelerator():
+        (found,) = torch.autograd.grad(hp.checkpoint(lambda x: (x * 1).sin() * 3, x).sum(), x)
+    assert torch.equal(found, torch.autograd.grad(((x * 1).sin() * 3).sum(), x)[0])
+    assert hp.stats().regions_from_tape == 1

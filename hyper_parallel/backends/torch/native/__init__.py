@@ -30,6 +30,14 @@ _LOG = logging.getLogger("hyper_parallel")
 _SOURCES = Path(__file__).parent
 _NAME = "_hyper_parallel_tape"
 _FLAGS = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden", "-w")
+_FAULTS = "-DHYPER_PARALLEL_FAULTS"
+_TEST_BUILDS = {
+    "faults": (_FAULTS,),
+    "address": (_FAULTS, "-fsanitize=address", "-g", "-O1", "-fno-omit-frame-pointer"),
+    "thread": (_FAULTS, "-fsanitize=thread", "-g", "-O1", "-fno-omit-frame-pointer"),
+}
+"""Builds for tests, named by ``HYPER_PARALLEL_NATIVE_BUILD``: with named faults (``faults.h``), and with a sanitizer, whose
+library the process must load first (``LD_PRELOAD``)."""
 _LIBRARIES = ("torch", "torch_cpu", "c10", "torch_python")
 _BUILD_TIMEOUT_S = 1800  # a build takes one minute on an idle core
 
@@ -75,8 +83,9 @@ def _import(path: Path) -> Any:
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
     except ImportError as error:
+        why = str(error).split("\n", 1)[0]  # torch appends its stack
         raise _CannotBuildError(
-            f"what was built for this torch does not load ({error}); delete {path.parent}"
+            f"what was built for this torch does not load ({why}); it is in {path.parent}"
         ) from error
     return module
 
@@ -106,6 +115,15 @@ def _built() -> Path:
     return target
 
 
+def _flags() -> tuple[str, ...]:
+    named = os.environ.get("HYPER_PARALLEL_NATIVE_BUILD", "")
+    if named and named not in _TEST_BUILDS:
+        raise _CannotBuildError(
+            f"HYPER_PARALLEL_NATIVE_BUILD is {named!r}; it may be {', '.join(_TEST_BUILDS)}, or empty"
+        )
+    return (*_FLAGS, *_TEST_BUILDS.get(named, ()))
+
+
 def _cache_folder() -> Path:
     named = os.environ.get("HYPER_PARALLEL_NATIVE_CACHE")
     if named:
@@ -116,7 +134,7 @@ def _cache_folder() -> Path:
 def _key() -> str:
     """Names what an extension depends on: the source, torch, Python, the machine, the flags."""
     parts = [torch.__version__, str(torch.version.cuda), str(torch.version.hip), sys.implementation.cache_tag or ""]
-    parts += [platform.machine(), *_FLAGS, str(torch._C._GLIBCXX_USE_CXX11_ABI)]
+    parts += [platform.machine(), *_flags(), str(torch._C._GLIBCXX_USE_CXX11_ABI)]
     digest = hashlib.sha256("\0".join(parts).encode())
     for source in sorted([*_SOURCES.glob("*.h"), *_SOURCES.glob("*.cpp")]):
         digest.update(source.read_bytes())
@@ -132,7 +150,7 @@ def _compile(compiler: str, target: Path) -> None:
     home = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / target.name
-        command = [compiler, *_FLAGS, f"-DTORCH_EXTENSION_NAME={_NAME}"]
+        command = [compiler, *_flags(), f"-DTORCH_EXTENSION_NAME={_NAME}"]
         command += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
         command += [
             f"-I{home / 'include'}",

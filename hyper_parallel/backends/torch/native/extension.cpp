@@ -151,12 +151,12 @@ void leave_tape() {
 }  // namespace
 }  // namespace hyper_parallel
 
-TORCH_LIBRARY_IMPL(_, Fake, library) {
-  library.fallback(torch::CppFunction::makeFromBoxedFunction<&hyper_parallel::record>());
-}
-
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace hyper_parallel;
+  // Here and not in a static object: where the key has a fallback already (a later torch, another build of this extension),
+  // the import fails with torch's message. A static object would end the process.
+  static auto* library = new torch::Library(torch::Library::IMPL, "_", kRecorderKey, __FILE__, __LINE__);
+  library->fallback(torch::CppFunction::makeFromBoxedFunction<&record>());
   py::class_<Belief, std::shared_ptr<Belief>>(module, "Belief")
       .def(py::init<>())
       .def("__len__", [](Belief& belief) { return belief.get()->size(); });

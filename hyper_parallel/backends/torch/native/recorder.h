@@ -37,6 +37,8 @@ inline View View::of(const at::Tensor& tensor) {
   view.offset = impl->storage_offset();
   view.dtype = impl->dtype();
   view.keys = impl->key_set();
+  if (HP_FAULT("conjugate_bit")) view.keys = view.keys.remove(c10::DispatchKey::Conjugate);
+  if (HP_FAULT("negative_bit")) view.keys = view.keys.remove(c10::DispatchKey::Negative);
   view.is_wrapped_number = impl->is_wrapped_number();
   return view;
 }
@@ -78,6 +80,7 @@ inline const char* why_not_plain(const at::Tensor& tensor) {
   const auto* impl = tensor.unsafeGetTensorImpl();
   const auto keys = impl->key_set();
   if (keys.has(c10::DispatchKey::Python)) return "a tensor subclass";
+  if (keys.has(kRecorderKey)) return "a fake tensor";  // torch 2.15 has begun to mark them with this key
   if (tensor.layout() != at::kStrided) return "a tensor that is not strided";
   if (keys.has(c10::DispatchKey::ZeroTensor)) return "a tensor without memory";
   if (tensor.is_nested()) return "a nested tensor";
@@ -315,14 +318,15 @@ inline bool Tape::before_write(Slot& slot) {
   }
   if (slot.swapped) return true;  // its far copy was made before an earlier write
   if (slot.is_created) {
-    if (slot.kept_version != kNone && !slot.owns_kept) {
+    if (slot.kept_version != kNone && !slot.owns_kept && !HP_FAULT("copy_of_kept")) {
       slot.kept = copy_of(slot.kept);
       slot.owns_kept = true;
     }
     return true;
   }
   if (slot.kept_version != kNone) return true;  // copied before an earlier write
-  if (copied_bytes_ + slot.nbytes > limits_.copied_before_write) {
+  if (HP_FAULT("copy_before_write")) return true;
+  if (!HP_FAULT("copy_limit") && copied_bytes_ + slot.nbytes > limits_.copied_before_write) {
     stop("it changes a tensor of " + std::to_string(slot.nbytes) + " bytes that was made outside the region");
     return false;
   }
@@ -346,7 +350,8 @@ inline bool Tape::refer(const at::Tensor& tensor, bool is_overwritten, Ref& ref)
   Slot& slot = slots_[ref.slot];
   ref.version = slot.writes;
   if (slot.is_created && slot.kept_version == kNone && !is_overwritten) {
-    if ((slot.is_unset && tensor.numel() > 0) || is_from_python_function(tensor)) keep_alive(slot, tensor, false);
+    const bool is_unset = slot.is_unset && tensor.numel() > 0 && !HP_FAULT("unset_outputs");
+    if (is_unset || (is_from_python_function(tensor) && !HP_FAULT("python_functions"))) keep_alive(slot, tensor, false);
   } else if (slot.swapped && is_from_python_function(tensor)) {
     keep_instead_of_swap(slot, tensor);
   }
@@ -467,7 +472,7 @@ inline void Tape::end(const c10::OperatorHandle& handle, Draft& draft, const tor
   const char* refused = nullptr;
   const int this_op = static_cast<int>(ops_.size());
   const size_t pair = mix(last_hash_, draft.hash);
-  const bool is_new = proven_->count(pair) == 0;
+  const bool is_new = proven_->count(pair) == 0 && !HP_FAULT("probation");
   for (size_t at = stack.size() - count; at < stack.size(); ++at) {
     for_each_tensor(stack[at], [&](const at::Tensor& tensor) {
       const int here = position++;
@@ -486,7 +491,7 @@ inline void Tape::end(const c10::OperatorHandle& handle, Draft& draft, const tor
       slot.origin = mix(facts.hash, static_cast<size_t>(here) + 2);
       if (is_new) still_proven_ = false;
       created.push_back({index, here});
-      const bool is_small = slot.nbytes <= limits_.steering_output;
+      const bool is_small = slot.nbytes <= limits_.steering_output && !HP_FAULT("steering_outputs");
       const bool is_index = c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true);
       const bool can_be_remade = facts.kind == OpKind::kReplayable;
       const bool is_route = is_small && (facts.is_steering || is_index) && !slot.is_unset;
@@ -549,7 +554,7 @@ inline int Tape::pack(const at::Tensor& tensor) {
     handle.view = View::of(tensor);
     handle.slot = find_or_hold(tensor, handle.view, handle.held);
     Slot& slot = slots_[handle.slot];
-    if (slot.is_created && slot.is_unset && tensor.numel() > 0) keep_alive(slot, tensor, false);
+    if (slot.is_created && slot.is_unset && tensor.numel() > 0 && !HP_FAULT("unset_saved")) keep_alive(slot, tensor, false);
     if (slot.swapped && is_from_python_function(tensor)) keep_instead_of_swap(slot, tensor);
     handle.version = slot.writes;
     slot.living_handles += 1;

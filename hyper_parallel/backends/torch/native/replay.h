@@ -92,12 +92,13 @@ class Replay {
         bool is_known = false;
         for (const auto& known : before) is_known = is_known || known.first == generator;
         if (!is_known) before.emplace_back(generator, generator.get_state());
-        mutable_generator.set_state(state);
+        if (!HP_FAULT("generator_state")) mutable_generator.set_state(state);
       }
     }
     ~Restorer() {
       Unseen unseen;
       for (auto& [generator, state] : before) {
+        if (HP_FAULT("generator_put_back")) continue;
         std::lock_guard<std::mutex> lock(generator.mutex());
         generator.set_state(state);
       }
@@ -108,7 +109,7 @@ class Replay {
   struct UnderSettings {
     Settings before = Settings::now();
     bool is_other;
-    explicit UnderSettings(const Settings& wanted) : is_other(!(before == wanted)) {
+    explicit UnderSettings(const Settings& wanted) : is_other(!(before == wanted) && !HP_FAULT("settings")) {
       if (is_other) wanted.apply();
     }
     ~UnderSettings() {
@@ -165,7 +166,8 @@ class Replay {
     Slot& known = tape_.slots_[slot];
     if (known.kept_version == kNone) return;
     c10::Storage kept = tape_.kept_storage(known);
-    chain.storage = upper_[slot].wanted > known.kept_version ? copy_of(kept) : std::move(kept);
+    const bool is_written = upper_[slot].wanted > known.kept_version && !HP_FAULT("copy_for_replay");
+    chain.storage = is_written ? copy_of(kept) : std::move(kept);
   }
 
   at::Tensor resolve(const Ref& ref) {
@@ -187,7 +189,7 @@ class Replay {
       stack.push_back(value_of(tape_.arguments_[op.first_argument + argument]));
     }
     if (!op.draws.empty()) restorer.draw_as(op.draws);
-    c10::GradMode::set_enabled(op.is_recorded_by_autograd);
+    c10::GradMode::set_enabled(op.is_recorded_by_autograd && !HP_FAULT("grad_mode"));
     op.handle.callBoxed(stack);
     counters().replayed_ops.fetch_add(1, std::memory_order_relaxed);
     int position = 0;
@@ -218,7 +220,7 @@ class Replay {
         const Ref& read = tape_.refs_[ref];
         if (read.slot == kNone) continue;
         Chain& chain = chain_of(read.slot, read.version);
-        if (chain.last_read == at) chain.storage = c10::Storage();
+        if (HP_FAULT("last_use_early") || (chain.last_read == at && !HP_FAULT("last_use_never"))) chain.storage = c10::Storage();
       }
     }
   }
@@ -264,7 +266,7 @@ class Replay {
 
 inline at::Tensor Tape::held_value(Held& held) {
   if (held.value.defined()) return held.value;
-  if (held.version >= 0 && held.counter.current_version() != static_cast<uint32_t>(held.version)) {
+  if (!HP_FAULT("held_version") && held.version >= 0 && held.counter.current_version() != static_cast<uint32_t>(held.version)) {
     ChangedInPlace error;
     error.where = where_;
     error.what_changed = describe(held.view);
@@ -319,7 +321,7 @@ inline void Tape::release(int handle) {
 
 // Kept bytes that are a tensor of the user's may be changed after the region. Then its ops make them again, or this raises.
 inline void Tape::check_kept(Slot& slot) {
-  if (is_open_ || slot.kept_version == kNone || slot.owns_kept || slot.kept_at < 0) return;
+  if (HP_FAULT("kept_version") || is_open_ || slot.kept_version == kNone || slot.owns_kept || slot.kept_at < 0) return;
   const int64_t now = slot.kept_counter.current_version();
   if (now == slot.kept_at) return;
   if (slot.swapped) {
@@ -433,7 +435,7 @@ inline void Tape::make_missing() {
       if (tape == nullptr) return;
       auto lock = locked(tape->mutex_);
       tape->collect_dead();
-      tape->drop_made();
+      if (!HP_FAULT("drop_made")) tape->drop_made();
     });
   }
 }
@@ -447,7 +449,7 @@ inline void Tape::drop_made() {
 
 // A value that was made on one stream and is read on another.
 inline void Tape::order_after_made(const c10::Storage& storage) {
-  if (!made_event_ || storage.device().type() == c10::kCPU) return;
+  if (HP_FAULT("stream_event") || !made_event_ || storage.device().type() == c10::kCPU) return;
   c10::impl::VirtualGuardImpl guard(storage.device().type());
   const c10::Stream current = guard.getStream(storage.device());
   if (current == *made_stream_) return;
@@ -456,13 +458,13 @@ inline void Tape::order_after_made(const c10::Storage& storage) {
 }
 
 inline at::Tensor Tape::unpack(int index) {
-  auto lock = locked(mutex_);
+  auto lock = HP_FAULT("lock_of_unpack") ? Lock() : locked(mutex_);
   collect_dead();
   Handle& handle = handles_[index];
   const int64_t now = handle.saved_version < 0 ? -1
       : (is_open_ || handle.kept.defined() || handle.closed_version < 0) ? handle.counter.current_version()
                                                                          : handle.closed_version;
-  if (now != handle.saved_version) {
+  if (now != handle.saved_version && !HP_FAULT("saved_version")) {
     ChangedInPlace error;
     error.where = where_;
     error.what_changed = describe(handle.slot == kNone ? View::of(handle.kept) : handle.view);
@@ -493,6 +495,7 @@ inline void Tape::close() {
     if (handle.saved_version >= 0) handle.closed_version = handle.counter.current_version();
   }
   for (Slot& slot : slots_) {
+    slot.storage.reset();  // no address is looked up any more; before torch 2.13 it would keep the storage's Python object
     if (slot.kept_at >= 0) slot.kept_at = slot.kept_counter.current_version();
   }
 }
@@ -504,7 +507,7 @@ inline void Tape::copy_held(const std::vector<at::Tensor>& tensors) {
     if (slot.is_created || slot.kept_version != kNone || slot.held.empty()) continue;
     for (const at::Tensor& tensor : tensors) {
       const auto& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
-      if (slot.held[0].storage != storage.unsafeGetStorageImpl()) continue;
+      if (HP_FAULT("small_buffers") || slot.held[0].storage != storage.unsafeGetStorageImpl()) continue;
       slot.kept = copy_of(storage);
       slot.owns_kept = true;
       slot.kept_version = 0;
@@ -521,6 +524,7 @@ inline bool has_history(const at::Tensor& tensor) {
 
 // The copies of swapped arguments begin here, before the region's own work. Called with the GIL.
 inline void Tape::show_arguments(const std::vector<at::Tensor>& tensors, PyObject* pack, PyObject* unpack) {
+  if (HP_FAULT("hooks_around")) return;
   for (const at::Tensor& tensor : tensors) {
     if (why_not_plain(tensor) != nullptr || (tensor.dim() == 0 && tensor.device().type() == c10::kCPU)) continue;
     int slot = kNone;
@@ -557,7 +561,7 @@ inline void Tape::show_held(PyObject* pack, PyObject* unpack) {
         continue;
       }
       const bool is_scalar = entry.view.sizes.empty() && entry.alias.device().type() == c10::kCPU;
-      if (pack == nullptr || is_scalar || !(is_argument || has_history(original))) continue;
+      if (pack == nullptr || is_scalar || !(is_argument || has_history(original)) || HP_FAULT("hooks_around")) continue;
       PythonRef value = PythonRef::take(THPVariable_Wrap(std::move(original)));
       PyObject* packed = PyObject_CallFunctionObjArgs(pack, value.get(), nullptr);
       if (packed == nullptr) throw python_error();
@@ -606,7 +610,7 @@ class Tape::WithoutSwaps {
 inline std::string Tape::difference(const Handle& handle, const c10::Storage& made, const c10::Storage& original) const {
   if (handle.saved_version >= 0 && handle.closed_version != handle.saved_version) return "";  // raises when it is wanted
   Unseen unseen;
-  if (at::equal(handle.view.bits(made), handle.view.bits(original))) return "";
+  if (HP_FAULT("probation_comparison") || at::equal(handle.view.bits(made), handle.view.bits(original))) return "";
   const Slot& slot = slots_[handle.slot];
   const Op* op = slot.created_by == kNone ? nullptr : &ops_[slot.created_by];
   return "a value " + describe(handle.view) + (op ? " of " + op->handle.operator_name().name : std::string()) +
