@@ -181,7 +181,7 @@ def findings(machine: Machine) -> list[Finding]:
             works="no" if machine.recorder_problem else "yes",
             because=f"regions run Python again, because of the native recorder: {machine.recorder_problem}"
             if machine.recorder_problem
-            else "regions without a policy run their Python once; see docs/tape.md",
+            else "regions run their Python once; see docs/tape.md",
         ),
         Finding(
             what="swap to pinned memory",

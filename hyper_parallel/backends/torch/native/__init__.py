@@ -98,6 +98,9 @@ def _built() -> Path:
     target = folder / f"{_NAME}.so"
     if target.exists():
         return target
+    log = folder / "build.log"
+    if log.exists():
+        raise _CannotBuildError(f"its build failed before; what the compiler said is in {log}; delete that to try again")
     compiler = shutil.which(os.environ.get("CXX", "")) or shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         raise _CannotBuildError("there is no C++ compiler (install g++, or name one with CXX)")
@@ -128,7 +131,10 @@ def _cache_folder() -> Path:
     named = os.environ.get("HYPER_PARALLEL_NATIVE_CACHE")
     if named:
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hyper_parallel" / "native"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hyper_parallel" / "native"
+    except RuntimeError as error:  # this user has no home
+        raise _CannotBuildError(f"{error}; name a folder with HYPER_PARALLEL_NATIVE_CACHE") from error
 
 
 def _key() -> str:
