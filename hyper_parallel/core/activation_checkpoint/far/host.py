@@ -193,6 +193,7 @@ class HostTier:
             self._drain()
             in_flight = [space.after for pool in self._pools.values() for space in pool.in_flight]
         for completion in in_flight:
+            assert completion is not None, "space in flight has a copy"
             with contextlib.suppress(Exception):  # its owner was told
                 completion.wait()
         with self._budget.lock:
@@ -238,8 +239,8 @@ class HostTier:
             self._peak_live_bytes = max(self._peak_live_bytes, self._live_bytes)
             return Lease(self, nbytes, extent)
         assert refusal is not None
-        if pool.in_flight and pool.arena.free_bytes + pool.in_flight_bytes >= nbytes:
-            return pool.in_flight[0].after
+        if pool.arena.free_bytes + pool.in_flight_bytes >= nbytes and (oldest := pool.oldest_copy()) is not None:
+            return oldest
         self._refusals += 1
         return refusal
 
@@ -273,15 +274,17 @@ class HostTier:
 
 
 class _ReleasedSpace:
-    """Ranges that were released while their last copy was still queued."""
+    """The ranges of a lease that is over. ``after``: the copy that may still use them; None when there is none."""
 
-    __slots__ = ("after", "backend", "nbytes", "ranges")
+    __slots__ = ("after", "backend", "hosts", "lease_bytes", "nbytes", "ranges")
 
-    def __init__(self, ranges: tuple[SlabRange, ...], after: Completion, backend: DeviceBackend) -> None:
-        self.ranges = ranges
+    def __init__(self, extent: _HostExtent, after: Completion | None) -> None:
+        self.ranges = extent.ranges
+        self.hosts: list[FlatBytes] = extent.hosts
+        self.lease_bytes = extent.lease_bytes
         self.after = after
-        self.backend = backend
-        self.nbytes = sum(part.nbytes for part in ranges)
+        self.backend = extent.backend
+        self.nbytes = sum(part.nbytes for part in self.ranges)
 
 
 class _AllOf:
@@ -305,7 +308,7 @@ class _AllOf:
 class _HostExtent:
     """Where the bytes of a lease are, and what has to happen before they are written or read."""
 
-    __slots__ = ("_nbytes", "backend", "free_after", "hosts", "pool", "ranges", "written")
+    __slots__ = ("backend", "free_after", "hosts", "lease_bytes", "pool", "ranges", "written")
 
     def __init__(
         self,
@@ -314,19 +317,16 @@ class _HostExtent:
         nbytes: int,
         ranges: tuple[SlabRange, ...],
         free_after: tuple[Completion, ...],
+        hosts: list[FlatBytes] | None = None,
     ) -> None:
         self.pool = pool
         self.backend = backend
         self.ranges = ranges
         self.free_after = free_after
         self.written: StreamCompletion | None = None
-        self._nbytes = nbytes
+        self.lease_bytes = nbytes
         # The slices keep the slab alive, so that a lease outlives its tier.
-        self.hosts: list[FlatBytes] = []
-        left = nbytes
-        for part in ranges:
-            self.hosts.append(pool.slabs[part.slab][part.start : part.start + min(part.nbytes, left)])
-            left -= part.nbytes
+        self.hosts: list[FlatBytes] = pool.slices(ranges, nbytes) if hosts is None else hosts
 
     def parts(self, device: FlatBytes) -> Iterator[tuple[FlatBytes, FlatBytes]]:
         """Each piece of host memory beside the part of the device's bytes that belongs there."""
@@ -335,67 +335,130 @@ class _HostExtent:
             return
         at = 0
         for host, part in zip(self.hosts, self.ranges):
-            end = min(at + part.nbytes, self._nbytes)
+            end = min(at + part.nbytes, self.lease_bytes)
             yield host, device[at:end]
             at = end
 
 
 class _Pool:
-    """The slabs of one device in one tier. Every call is made with the budget's lock held."""
+    """The slabs of one device in one tier. Every call is made with the budget's lock held.
+
+    Space that was released waits for a lease of the same size: in a steady step there is one, and it costs no search. It
+    goes back to the arena when a lease of another size needs it.
+    """
 
     def __init__(self, budget: HostBudget) -> None:
         self.arena = Arena(GRANULE_BYTES)
         self.slabs: dict[int, FlatBytes] = {}
-        self.in_flight: collections.deque[_ReleasedSpace] = collections.deque()  # oldest first
         self.in_flight_bytes = 0
+        self._in_flight: collections.OrderedDict[int, _ReleasedSpace] = collections.OrderedDict()  # by id, oldest first
+        self._in_flight_of_size: dict[int, collections.OrderedDict[int, _ReleasedSpace]] = {}
+        self._idle: dict[int, list[_ReleasedSpace]] = {}  # by size; no copy uses them
+        self._idle_bytes = 0
         self._budget = budget
         self._peak_used_bytes = 0
 
     @property
+    def in_flight(self) -> list[_ReleasedSpace]:
+        """What was released while its last copy may still be queued, oldest first."""
+        return list(self._in_flight.values())
+
+    def oldest_copy(self) -> Completion | None:
+        """The copy to wait for where nothing else frees space."""
+        return next((space.after for space in self._in_flight.values()), None)
+
+    @property
     def used_bytes(self) -> int:
         """Lent and not released, in granules."""
-        return self.arena.lent_bytes - self.in_flight_bytes
+        return self.arena.lent_bytes - self.in_flight_bytes - self._idle_bytes
 
     def lend(self, backend: DeviceBackend, nbytes: int) -> _HostExtent | None:
         """From what is free, else from what streams of this device will have freed by then; None: grow or wait."""
-        while self.in_flight and self.in_flight[0].after.is_done():
-            self._collect(self.in_flight.popleft())
+        wanted = self.arena.round_up(nbytes)
+        extent = self._lend_released(backend, nbytes, wanted)
+        if extent is None:
+            ranges, after = self._find(backend, nbytes)
+            if ranges is None:
+                return None
+            extent = _HostExtent(self, backend, nbytes, ranges, after)
+        if self.used_bytes > self._peak_used_bytes:
+            self._peak_used_bytes = self.used_bytes
+        return extent
+
+    def _lend_released(self, backend: DeviceBackend, nbytes: int, wanted_bytes: int) -> _HostExtent | None:
+        """Space that a lease of the same size has released: without a copy, else behind its copy if nothing is free."""
+        idle = self._idle.get(wanted_bytes)
+        after: tuple[Completion, ...] = ()
+        if idle:
+            space = idle.pop()
+            self._idle_bytes -= wanted_bytes
+        else:
+            same = self._in_flight_of_size.get(wanted_bytes)
+            if not same:
+                return None
+            space = next(iter(same.values()))
+            assert space.after is not None, "space in flight has a copy"
+            if not space.after.is_done():
+                if wanted_bytes <= self.arena.free_bytes or not self._is_orderable(space, backend):
+                    return None
+                after = (space.after,)
+            self._remove(space)
+        hosts = space.hosts if space.lease_bytes == nbytes else None
+        return _HostExtent(self, backend, nbytes, space.ranges, after, hosts)
+
+    def _find(self, backend: DeviceBackend, nbytes: int) -> tuple[tuple[SlabRange, ...] | None, tuple[Completion, ...]]:
+        """The same for a lease whose size no released space has."""
+        self._give_idle()
+        while self._in_flight and self._is_done(space := next(iter(self._in_flight.values()))):
+            self._collect(space)
         ranges, after = self._take(backend, nbytes)
-        if ranges is None and self.in_flight:
+        if ranges is None and self._in_flight:
             self.collect_all()
             ranges, after = self._take(backend, nbytes)
-        if ranges is None:
-            return None
-        self._peak_used_bytes = max(self._peak_used_bytes, self.used_bytes)
-        return _HostExtent(self, backend, nbytes, ranges, after)
+        return ranges, after
 
     def _take(self, backend: DeviceBackend, nbytes: int) -> tuple[tuple[SlabRange, ...] | None, tuple[Completion, ...]]:
         """Free space alone, else with space under copies of this device; None exactly where both together are too few."""
         ranges = self.arena.take(nbytes)
         return (ranges, ()) if ranges is not None else self._borrow(backend, self.arena.round_up(nbytes))
 
+    def slices(self, ranges: tuple[SlabRange, ...], nbytes: int) -> list[FlatBytes]:
+        """The first ``nbytes`` of these ranges."""
+        hosts: list[FlatBytes] = []
+        for part in ranges:
+            hosts.append(self.slabs[part.slab][part.start : part.start + min(part.nbytes, nbytes)])
+            nbytes -= part.nbytes
+        return hosts
+
     def take_back(self, extent: _HostExtent, after: Completion | None) -> None:
         """The lease is over; its space is free once its last copy is."""
         last = extent.written if after is None else after
         # Space that was borrowed and never written is still under the copies it was borrowed from.
         copies = extent.free_after if last is None else (last,)
-        unfinished = tuple(copy for copy in copies if not copy.is_done())
-        ranges, extent.ranges = extent.ranges, ()
+        if not copies:
+            space = _ReleasedSpace(extent, None)
+            self._idle.setdefault(space.nbytes, []).append(space)
+            self._idle_bytes += space.nbytes
+        else:
+            space = _ReleasedSpace(extent, copies[0] if len(copies) == 1 else _AllOf(copies))
+            self._in_flight[id(space)] = space
+            self._in_flight_of_size.setdefault(space.nbytes, collections.OrderedDict())[id(space)] = space
+            self.in_flight_bytes += space.nbytes
+        extent.ranges = ()
         extent.hosts = []
-        if not unfinished:
-            self.arena.give(ranges)
-            return
-        space = _ReleasedSpace(ranges, unfinished[0] if len(unfinished) == 1 else _AllOf(unfinished), extent.backend)
-        self.in_flight.append(space)
-        self.in_flight_bytes += space.nbytes
+
+    def _give_idle(self) -> None:
+        """Return all space without a copy to the arena."""
+        idle, self._idle, self._idle_bytes = self._idle, {}, 0
+        for spaces in idle.values():
+            for space in spaces:
+                self.arena.give(space.ranges)
 
     def collect_all(self) -> None:
         """Free all space whose copies are done, in whatever order they ended."""
-        done = [space for space in self.in_flight if space.after.is_done()]
-        if done:
-            gone = set(map(id, done))
-            self.in_flight = collections.deque(space for space in self.in_flight if id(space) not in gone)
-            for space in done:
+        self._give_idle()
+        for space in self.in_flight:
+            if self._is_done(space):
                 self._collect(space)
 
     def growth_bytes(self, backend: DeviceBackend, wanted_bytes: int) -> tuple[int, int]:
@@ -417,6 +480,8 @@ class _Pool:
 
     def drop_idle_slabs(self, nbytes: int) -> None:
         """Give idle slabs back to the host until ``nbytes`` of them are gone, or none is left."""
+        if nbytes > 0:
+            self.collect_all()
         for slab in self.arena.idle_slabs():
             if nbytes <= 0:
                 return
@@ -425,42 +490,79 @@ class _Pool:
             self._budget.held_bytes -= dropped
             nbytes -= dropped
 
+    def _is_done(self, space: _ReleasedSpace) -> bool:
+        return space.after is None or space.after.is_done()
+
     def _collect(self, space: _ReleasedSpace) -> None:
-        self.in_flight_bytes -= space.nbytes
+        """Return space under a copy to the arena."""
+        self._remove(space)
         self.arena.give(space.ranges)
+
+    def _remove(self, space: _ReleasedSpace) -> None:
+        """Space under a copy is lent again, or free."""
+        del self._in_flight[id(space)]
+        same = self._in_flight_of_size[space.nbytes]
+        del same[id(space)]
+        if not same:
+            del self._in_flight_of_size[space.nbytes]
+        self.in_flight_bytes -= space.nbytes
 
     def _borrow(
         self, backend: DeviceBackend, wanted_bytes: int
     ) -> tuple[tuple[SlabRange, ...] | None, tuple[Completion, ...]]:
         """Space that is still under a copy, with the copies to order the next one after; the oldest first."""
-        usable = self._orderable(backend)
-        if sum(space.nbytes for space in usable) + self.arena.free_bytes < wanted_bytes:
+        usable = self._enough_orderable(backend, wanted_bytes - self.arena.free_bytes)
+        if usable is None:
             return None, ()
-        # One of the same size costs one copy; in a steady step there is one.
-        usable.sort(key=lambda space: space.nbytes != wanted_bytes)
         ranges: list[SlabRange] = []
         after: list[Completion] = []
         left = wanted_bytes
-        while left and usable:
-            space = usable.pop(0)
+        for space in usable:
+            if not left:
+                break
             taken, rest = self._cut(space.ranges, left)
             ranges.extend(taken)
+            assert space.after is not None, "space in flight has a copy"
             after.append(space.after)
-            self.in_flight_bytes -= space.nbytes
-            left -= space.nbytes - sum(part.nbytes for part in rest)
+            left -= sum(part.nbytes for part in taken)
+            self._remove(space)
             if rest:
-                space.ranges = rest
-                space.nbytes = sum(part.nbytes for part in rest)
-                self.in_flight_bytes += space.nbytes
-            else:
-                self.in_flight.remove(space)
+                self._keep_rest(space, rest)
         if left:
             ranges.extend(self.arena.take(left) or ())
         return tuple(ranges), tuple(after)
 
+    def _keep_rest(self, space: _ReleasedSpace, rest: tuple[SlabRange, ...]) -> None:
+        """A part of the space was lent; the rest stays under its copy, and stays the oldest."""
+        space.ranges = rest
+        space.nbytes = sum(part.nbytes for part in rest)
+        space.lease_bytes = space.nbytes
+        space.hosts = self.slices(rest, space.nbytes)
+        for spaces in (self._in_flight, self._in_flight_of_size.setdefault(space.nbytes, collections.OrderedDict())):
+            spaces[id(space)] = space
+            spaces.move_to_end(id(space), last=False)
+        self.in_flight_bytes += space.nbytes
+
+    def _enough_orderable(self, backend: DeviceBackend, wanted_bytes: int) -> list[_ReleasedSpace] | None:
+        """The oldest orderable spaces that have ``wanted_bytes`` together, at least one; None where all are too few."""
+        if wanted_bytes > self.in_flight_bytes:
+            return None
+        found: list[_ReleasedSpace] = []
+        for space in self._in_flight.values():
+            if self._is_orderable(space, backend):
+                found.append(space)
+                wanted_bytes -= space.nbytes
+                if wanted_bytes <= 0:
+                    return found
+        return None
+
+    @staticmethod
+    def _is_orderable(space: _ReleasedSpace, backend: DeviceBackend) -> bool:
+        """Whether a stream of this device can be ordered after the space's copy without waiting."""
+        return space.backend is backend and type(space.after) is StreamCompletion
+
     def _orderable(self, backend: DeviceBackend) -> list[_ReleasedSpace]:
-        """Space under copies that a stream of this device can be ordered after without waiting."""
-        return [space for space in self.in_flight if space.backend is backend and type(space.after) is StreamCompletion]
+        return [space for space in self._in_flight.values() if self._is_orderable(space, backend)]
 
     def _cut(self, ranges: tuple[SlabRange, ...], nbytes: int) -> tuple[list[SlabRange], tuple[SlabRange, ...]]:
         taken: list[SlabRange] = []
