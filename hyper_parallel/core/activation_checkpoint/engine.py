@@ -91,7 +91,7 @@ class Engine:
         self._tail_bytes = 0
         self._in_flight: deque[tuple[weakref.ref[Record], int]] = deque()
         self._in_flight_bytes = 0
-        self._live: weakref.WeakSet[Record] = weakref.WeakSet()
+        self.live: dict[int, weakref.ref[Record]] = {}  # by id; a record adds itself, and its destructor takes it out
         self._shared: dict[Hashable, _Shared] = {}
         self._forecasts: dict[Hashable, Forecast] = {}
         self.ledger: deque[int] = deque()
@@ -146,7 +146,6 @@ class Engine:
             source_is_unchanged=source_is_unchanged,
         )
         with self._lock:
-            self._live.add(record)
             key = storage_key if share_key is None else share_key
             if key is not None and is_alive is not None:
                 self._remember(key, _Shared(record, version, is_alive))
@@ -156,7 +155,7 @@ class Engine:
         return record
 
     def _remember(self, share_key: Hashable, shared: _Shared) -> None:
-        if len(self._shared) > 64 + 2 * len(self._live):
+        if len(self._shared) > 64 + 2 * len(self.live):
             self._shared = {key: old for key, old in self._shared.items() if old.record() is not None}
         self._shared[share_key] = shared
 
@@ -274,7 +273,9 @@ class Engine:
             if forecast is None:
                 self._make_room_in_window()
             else:
-                forecast.touched.add(record)
+                if record.ahead_in is not None:
+                    record.ahead_in.asked(record)
+                forecast.touch(record)
                 self._run_ahead(forecast, record.group, least_bytes=self.prefetch_bytes)
             self._account()
         return device_bytes
@@ -284,7 +285,7 @@ class Engine:
 
         Where none of its values is ours (not ``is_near``), loads for later ones take room that is free, and no other.
         """
-        if not is_near and (self.config.device_bytes is None or not self._live):
+        if not is_near and (self.config.device_bytes is None or not self.live):
             return
         with self._lock:
             self._run_ahead(self._forecast_of(task), None, least_bytes=self.prefetch_bytes if is_near else 0)
@@ -299,7 +300,7 @@ class Engine:
             return None
         forecast = self._forecasts.get(task.key)
         if forecast is None:
-            far = [record for record in self._live if record.residency in (Residency.HOST, Residency.D2H)]
+            far = [record for record in self.live_records() if record.residency in (Residency.HOST, Residency.D2H)]
             forecast = Forecast(far, task.reach()) if far else Forecast((), lambda _first, _last: False)
             self._forecasts[task.key] = forecast
             task.at_end(functools.partial(self.end_of_task, task.key))
@@ -382,7 +383,7 @@ class Engine:
                     raise
                 self._loaded(record)
                 forecast.loaded(record)
-                forecast.touched.add(record)
+                forecast.touch(record)
                 ahead += record.nbytes
             forecast.advance()
 
@@ -434,7 +435,7 @@ class Engine:
             forecast = self._forecasts.pop(key, None)
             if forecast is None:
                 return
-            for record in list(forecast.touched):
+            for record in forecast.touched():
                 record.is_wanted = False
                 self._drop_copied_bytes(record)
             self._make_room_in_window()
@@ -458,8 +459,7 @@ class Engine:
 
     def live_records(self) -> list[Record]:
         """The records that some graph still holds."""
-        with self._lock:
-            return list(self._live)
+        return [record for record in (reference() for reference in list(self.live.values())) if record is not None]
 
     @property
     def in_flight_bytes(self) -> int:

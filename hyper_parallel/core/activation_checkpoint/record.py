@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ from hyper_parallel.errors import FarMemoryError
 
 if TYPE_CHECKING:
     from hyper_parallel.core.activation_checkpoint.engine import Engine
+    from hyper_parallel.core.activation_checkpoint.forecast import Forecast
 
 __all__ = ["Lanes", "Position", "Record"]
 
@@ -72,6 +74,7 @@ class Record:
         "_foreign_streams",
         "_is_ordered",
         "_prepared",
+        "ahead_in",
         "back",
         "device_bytes",
         "engine",
@@ -130,7 +133,9 @@ class Record:
         self.shares = 0  # saves beyond the first that this record serves
         self.source_is_unchanged = source_is_unchanged
         self.snapshot_is_exact = False  # the far copy was ordered before anything that changed the source
+        self.ahead_in: Forecast | None = None  # the forecast that had it loaded and has not asked for it yet
         engine.ledger.append(nbytes)
+        engine.live[id(self)] = weakref.ref(self)
         self.is_wanted = False  # unpacked by the backward that runs now
 
     @property
@@ -274,6 +279,7 @@ class Record:
         # Runs on whatever thread drops the last handle, at any point, also inside the engine: it takes no lock.
         if sys.is_finalizing() or not hasattr(self, "is_wanted"):
             return
+        self.engine.live.pop(id(self), None)
         try:
             if self.device_bytes is not None:
                 # Plain host memory is held by the copy itself, and has no stream-ordered pool to return to.
@@ -283,6 +289,8 @@ class Record:
                 self._drop_device_bytes()
             if self._prepared is not None:
                 self.engine.ledger.append(-self.nbytes)
+            if self.ahead_in is not None:
+                self.ahead_in.departed.append(self.nbytes)
         finally:  # an interrupt may land here
             if self.lease is not None:
                 self.engine.far.release(self.lease, self.back if self.back is not None else self.out)
