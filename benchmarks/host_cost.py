@@ -2,16 +2,17 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.host_cost [--device cuda] [--rounds 20] [--output PATH]
 
-A chain of ``sin`` saves its input at every op. Each saved tensor leaves the device in forward and comes back in backward. The
-cost is the time of that step less the time of the plain step, for each tensor. Three devices are measured:
+A chain of ``sin`` saves its input at every op. Each saved tensor leaves the device in forward, also the last ones, and comes
+back in backward. The cost is the time of that step less the time of the plain step, for each tensor. Three devices are measured:
 
 * ``no-op``: CPU tensors on a device whose streams, events and copies do nothing. What remains is our own work.
 * ``simulated``: the simulated accelerator. Its clocks and checks cost far more than the engine; it is here for its counts.
 * ``cuda``: a GPU, where there is one (``--device cuda``). Launching copies and events is part of the cost.
 
 Processor time of the calling thread is measured where backward runs on it (CPU tensors), else the time of the clock, with a
-device that is idle before each step. The fastest of many steps counts, because everything else on the machine can only add to
-it. Calls are counted by a profile of one step, by module, and device calls by the no-op device.
+device that is idle before each step. A step is measured in slices, and for each slice the fastest of many steps counts, because
+everything else on the machine can only add to it. Calls are counted by a profile of one step, by module, and device calls by
+the no-op device.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import contextlib
 import cProfile
 import dataclasses
 import gc
+import itertools
 import json
 import platform
 import pstats
@@ -43,7 +45,10 @@ from hyper_parallel.testing import simulated_accelerator
 __all__ = ["Cost", "NoOpDevice", "measure", "no_op_device", "table"]
 
 COUNTS = (25, 100, 400, 1600)
-_WINDOW = 16  # tensors
+_WINDOW = 128  # tensors; by a 32nd of it copies out are launched together
+_PREFETCH = 64  # tensors; by a 16th of it loads are launched together
+_SLICE = 25  # tensors
+_NOTHING = contextlib.nullcontext()
 
 
 class NoOpDevice:
@@ -121,6 +126,11 @@ class NoOpDevice:
         """Never."""
         return False
 
+    def on_stream(self, stream: int) -> contextlib.AbstractContextManager[None]:
+        """Counted, because a real device switches streams here."""
+        self.calls["stream switch"] += 1
+        return _NOTHING
+
     def copy(self, destination: torch.Tensor, source: torch.Tensor, stream: int) -> None:
         """No byte is moved: the gradients of a step on this device are wrong."""
         self.calls["copy"] += 1
@@ -165,33 +175,46 @@ class _Step:
         self._gradient = torch.ones_like(self._x)
         self._clock = time.perf_counter if device == "cuda" else time.thread_time
         self._config = hp.SwapConfig(
-            min_bytes=1, tail_bytes=0, window_bytes=_WINDOW * nbytes, prefetch_bytes=_WINDOW * nbytes
+            min_bytes=1, tail_bytes=0, window_bytes=_WINDOW * nbytes, prefetch_bytes=_PREFETCH * nbytes
         )
 
-    def forward(self, *, swaps: bool) -> torch.Tensor:
-        """The chain."""
+    def forward(self, moments: list[float], later_moments: list[float], *, swaps: bool) -> torch.Tensor:
+        """The chain. The clock is read at every ``_SLICE`` tensors: in forward, and when backward comes back to them."""
         with AsyncSaveOnCpu(swap_config=self._config) if swaps else contextlib.nullcontext():
             x = self._x + 0
-            for _ in range(self._tensors):
+            for at in range(self._tensors):
                 x = torch.sin(x)
+                if at % _SLICE == _SLICE - 1 or at == self._tensors - 1:
+                    moments.append(self._clock())
+                    x.register_hook(lambda _: later_moments.append(self._clock()))
+        if swaps:
+            # The last ones would stay, so few tensors would cost less than many.
+            for engine in SwapManager()._engines.values():
+                for record in engine.live_records():
+                    engine.finish_offload(record)
+        moments.append(self._clock())
         return x
 
-    def run(self, *, swaps: bool) -> tuple[float, float]:
-        """Microseconds of forward and of backward, for each tensor."""
+    def run(self, *, swaps: bool) -> tuple[list[float], list[float]]:
+        """Seconds of each slice of forward and of backward."""
         self._x.grad = None
         self._before()
         if self._x.device.type == "cuda":
             torch.cuda.synchronize()
-        start = self._clock()
-        out = self.forward(swaps=swaps)
-        middle = self._clock()
+        forward, backward = [self._clock()], []
+        out = self.forward(forward, backward, swaps=swaps)
+        backward.append(self._clock())
         out.backward(self._gradient)
-        end = self._clock()
-        return (middle - start) * 1e6 / self._tensors, (end - middle) * 1e6 / self._tensors
+        backward.append(self._clock())
+        return _between(forward), _between(backward)
 
     def fastest(self, rounds: int) -> dict[bool, tuple[float, float]]:
-        """By whether the step swaps. The two take turns; two steps come before them."""
-        found: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+        """Microseconds of forward and backward for each tensor, by whether the step swaps.
+
+        The two take turns; two steps come before them. For every slice the fastest step counts: on a busy machine no long step
+        is left alone as a whole.
+        """
+        found: dict[bool, list[tuple[list[float], list[float]]]] = {False: [], True: []}
         gc.collect()
         gc.disable()
         try:
@@ -202,7 +225,17 @@ class _Step:
                         times.append(took)
         finally:
             gc.enable()
-        return {swaps: (min(one for one, _ in times), min(two for _, two in times)) for swaps, times in found.items()}
+        return {
+            swaps: (
+                sum(map(min, zip(*(one for one, _ in times)))) * 1e6 / self._tensors,
+                sum(map(min, zip(*(two for _, two in times)))) * 1e6 / self._tensors,
+            )
+            for swaps, times in found.items()
+        }
+
+
+def _between(moments: list[float]) -> list[float]:
+    return [end - start for start, end in itertools.pairwise(moments)]
 
 
 def _module_of(path: str) -> str:

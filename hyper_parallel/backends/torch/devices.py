@@ -71,8 +71,11 @@ class AcceleratorBackend(StreamDevice):
         return isinstance(error, torch.OutOfMemoryError)
 
     def allocate_host(self, nbytes: int, *, pinned: bool) -> FlatBytes:
-        """Page-locks a block of exactly this size: torch's own pinned cache rounds to powers of two."""
-        with torch._C._DisableTorchDispatch():
+        """Page-locks a block of exactly this size: torch's own pinned cache rounds to powers of two.
+
+        The caller may be in an inference block; the memory outlives it, and is written outside it.
+        """
+        with torch.inference_mode(False), torch._C._DisableTorchDispatch():
             try:
                 if not pinned:
                     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -84,10 +87,23 @@ class AcceleratorBackend(StreamDevice):
 
     def copy(self, destination: FlatBytes, source: FlatBytes, stream: Stream) -> None:
         """Queue the copy on ``stream``. The record that moves its bytes has entered ``unseen()``."""
-        with profiler_range(goes_out=destination.device.type == "cpu"), self._on(stream):
+        if torch._C._autograd._profiler_enabled():
+            with profiler_range(goes_out=destination.device.type == "cpu"), self.on_stream(stream):
+                destination.copy_(source, non_blocking=True)
+        elif self.device.type == "cuda" and self._is_current(stream):
             destination.copy_(source, non_blocking=True)
+        else:
+            with self.on_stream(stream):
+                destination.copy_(source, non_blocking=True)
 
-    def _on(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
+    def _is_current(self, stream: Stream) -> bool:
+        """Whether a kernel that is launched now goes to ``stream`` of this CUDA device."""
+        index = self.device.index
+        current: tuple[int, int, int] = torch._C._cuda_getCurrentStream(index)
+        return current[0] == stream.stream_id and torch._C._cuda_getDevice() == index
+
+    def on_stream(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
+        """Make ``stream`` the current one inside."""
         if self.device.type == "cuda" and torch._C._cuda_getDevice() == self.device.index:
             return _CurrentStream(self, stream)
         switched: contextlib.AbstractContextManager[Any] = self._module.stream(stream)
@@ -161,8 +177,9 @@ class HostBackend(HostDevice):
         return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
     def allocate_host(self, nbytes: int, *, pinned: bool) -> FlatBytes:
-        """The same memory; none of it is page-locked."""
-        return self.allocate(nbytes)
+        """The same memory; none of it is page-locked. It outlives an inference block that the caller is in."""
+        with torch.inference_mode(False):
+            return self.allocate(nbytes)
 
     def copy(self, destination: FlatBytes, source: FlatBytes, stream: Stream) -> None:
         """Copy at once."""

@@ -46,12 +46,13 @@ class _Memory:
 
     def new_device_bytes(self, nbytes: int) -> tuple[FlatBytes, object]:
         """A tensor, and its storage."""
-        flat = self.new_host_bytes(nbytes)
+        with unseen():
+            flat = torch.full((nbytes,), POISON, dtype=torch.uint8)
         return flat, flat.untyped_storage()
 
     def new_host_bytes(self, nbytes: int) -> FlatBytes:
-        """A tensor."""
-        with unseen():
+        """A tensor. The caller may be in an inference block; far memory outlives it, and is written outside it."""
+        with torch.inference_mode(False), unseen():
             return torch.full((nbytes,), POISON, dtype=torch.uint8)
 
     def range_of(self, flat: FlatBytes) -> ByteRange:

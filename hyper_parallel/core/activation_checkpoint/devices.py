@@ -6,8 +6,11 @@ See :class:`~hyper_parallel.core.activation_checkpoint.adapter.DeviceBackend` fo
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.adapter import DeviceBackend, Event, Stream
@@ -47,6 +50,10 @@ class StreamDevice:
         """Device time between two timing events."""
         return float(start.elapsed_time(end)) * 1e3
 
+    def on_stream(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Nothing: each copy switches by itself."""
+        return contextlib.nullcontext()
+
     def dropped(self, nbytes: int) -> None:
         """Nothing to do: the framework's pool of device memory reuses what it gets back."""
 
@@ -82,6 +89,10 @@ class HostDevice:
     def elapsed_us(self, start: Event, end: Event) -> float:
         """Host time between two events."""
         return float(end - start) / 1e3
+
+    def on_stream(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Nothing: there is one stream."""
+        return contextlib.nullcontext()
 
     def held_bytes(self) -> int | None:
         """None: the process's resident bytes are not those of its tensors, and asking for them is slow."""

@@ -59,6 +59,10 @@ class Forecast:
         """Drop the head: its load was launched, or it needs none."""
         self._queue.popleft()
 
+    def put_back(self, records: Iterable[Record]) -> None:
+        """Their loads failed: they are the next ones again, in this order."""
+        self._queue.extendleft(map(weakref.ref, reversed(list(records))))
+
     def loaded(self, record: Record) -> None:
         """Count ``record`` among the records loaded ahead of their use, until :meth:`asked`."""
         if record.ahead_in is not None:

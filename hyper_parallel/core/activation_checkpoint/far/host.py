@@ -25,7 +25,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Final
 
 from hyper_parallel.core.activation_checkpoint.adapter import (
@@ -95,6 +95,7 @@ class HostTier:
         # By kind and name of device: a slab is a tensor of one framework, and space is reused without asking another
         # device how far its streams are.
         self._pools: dict[tuple[type, str], _Pool] = {}
+        self._last: tuple[DeviceBackend, _Pool] | None = None  # of the last lease
         self._released: collections.deque[tuple[Lease, Completion | None]] = collections.deque()
         self._closed = False
         self._live_bytes = self._peak_live_bytes = self._peak_held_bytes = 0
@@ -110,7 +111,7 @@ class HostTier:
             with self._budget.lock:
                 self._drain()
                 answer = self._try_reserve(backend, nbytes)
-            if isinstance(answer, Lease | Refusal):
+            if isinstance(answer, (Lease, Refusal)):  # a union would be made at every call
                 return answer
             with contextlib.suppress(Exception):  # a copy that failed has ended too, and its owner was told
                 answer.wait()
@@ -119,36 +120,59 @@ class HostTier:
         self, lease: Lease, source: FlatBytes, *, backend: DeviceBackend, stream: Stream, ready: Event
     ) -> Completion:
         """Queue the copy out, after ``ready`` and after the last copy that used the same space."""
-        extent: _HostExtent = lease.extent
-        backend.wait_event(stream, ready)
-        for completion in extent.free_after:
-            completion.order(stream)
-        extent.free_after = ()
-        start = self._start(backend, stream, lease.nbytes)
-        for host, part in extent.parts(source):
-            backend.copy(host, part, stream)
-        extent.written = StreamCompletion(backend, start, backend.record_event(stream, timing=True))
-        with self._budget.lock:
-            self._written_bytes += lease.nbytes
-        return extent.written
+        return self.write_together([(lease, source)], backend=backend, stream=stream, ready=ready)
 
     def read(
         self, lease: Lease, target: FlatBytes, *, backend: DeviceBackend, stream: Stream, ready: Event
     ) -> Completion:
         """Queue the copy back, after ``ready`` and after the copy out."""
-        extent: _HostExtent = lease.extent
-        if extent.written is None:
-            raise FarMemoryError(
-                f"{self.name}: cannot read a lease of {lease.nbytes} bytes; because nothing was written to it"
-            )
+        return self.read_together([(lease, target)], backend=backend, stream=stream, ready=ready)
+
+    def write_together(
+        self, pieces: Sequence[tuple[Lease, FlatBytes]], *, backend: DeviceBackend, stream: Stream, ready: Event
+    ) -> Completion:
+        """Queue the copies out of several sources. One event ends them all; each piece has its own space."""
         backend.wait_event(stream, ready)
-        extent.written.order(stream)
-        start = self._start(backend, stream, lease.nbytes)
-        for host, part in extent.parts(target):
-            backend.copy(part, host, stream)
+        nbytes = 0
+        for lease, _ in pieces:
+            nbytes += lease.nbytes
+            for completion in lease.extent.free_after:
+                completion.order(stream)
+        start = self._start(backend, stream, nbytes)
+        with backend.on_stream(stream):
+            for lease, source in pieces:
+                for host, part in lease.extent.parts(source):
+                    backend.copy(host, part, stream)
+        written = StreamCompletion(backend, start, backend.record_event(stream, timing=True))
+        for lease, _ in pieces:
+            lease.extent.written = written
+            lease.extent.free_after = ()
+        with self._budget.lock:
+            self._written_bytes += nbytes
+        return written
+
+    def read_together(
+        self, pieces: Sequence[tuple[Lease, FlatBytes]], *, backend: DeviceBackend, stream: Stream, ready: Event
+    ) -> Completion:
+        """Queue the copies back into several targets. One event ends them all."""
+        nbytes = 0
+        for lease, _ in pieces:
+            nbytes += lease.nbytes
+            if lease.extent.written is None:
+                raise FarMemoryError(
+                    f"{self.name}: cannot read a lease of {lease.nbytes} bytes; because nothing was written to it"
+                )
+        backend.wait_event(stream, ready)
+        for lease, _ in pieces:
+            lease.extent.written.order(stream)
+        start = self._start(backend, stream, nbytes)
+        with backend.on_stream(stream):
+            for lease, target in pieces:
+                for host, part in lease.extent.parts(target):
+                    backend.copy(part, host, stream)
         end = backend.record_event(stream, timing=True)
         with self._budget.lock:
-            self._read_bytes += lease.nbytes
+            self._read_bytes += nbytes
         return StreamCompletion(backend, start, end)
 
     def _start(self, backend: DeviceBackend, stream: Stream, nbytes: int) -> Event | None:
@@ -236,7 +260,8 @@ class HostTier:
             extent = pool.lend(backend, nbytes) if refusal is None else None
         if extent is not None:
             self._live_bytes += nbytes
-            self._peak_live_bytes = max(self._peak_live_bytes, self._live_bytes)
+            if self._live_bytes > self._peak_live_bytes:
+                self._peak_live_bytes = self._live_bytes
             return Lease(self, nbytes, extent)
         assert refusal is not None
         if pool.arena.free_bytes + pool.in_flight_bytes >= nbytes and (oldest := pool.oldest_copy()) is not None:
@@ -245,11 +270,14 @@ class HostTier:
         return refusal
 
     def _pool_for(self, backend: DeviceBackend) -> _Pool:
+        if self._last is not None and self._last[0] is backend:
+            return self._last[1]
         key = (type(backend), backend.name)
         if key not in self._pools:
             pool = _Pool(self._budget)
             self._pools[key] = pool
             self._budget._pools.append(pool)
+        self._last = backend, self._pools[key]
         return self._pools[key]
 
     def _grow(self, pool: _Pool, backend: DeviceBackend, wanted_bytes: int) -> Refusal | None:
@@ -284,7 +312,8 @@ class _ReleasedSpace:
         self.lease_bytes = extent.lease_bytes
         self.after = after
         self.backend = extent.backend
-        self.nbytes = sum(part.nbytes for part in self.ranges)
+        first, *rest = self.ranges
+        self.nbytes = first.nbytes + sum([part.nbytes for part in rest]) if rest else first.nbytes
 
 
 class _AllOf:
@@ -328,16 +357,17 @@ class _HostExtent:
         # The slices keep the slab alive, so that a lease outlives its tier.
         self.hosts: list[FlatBytes] = pool.slices(ranges, nbytes) if hosts is None else hosts
 
-    def parts(self, device: FlatBytes) -> Iterator[tuple[FlatBytes, FlatBytes]]:
+    def parts(self, device: FlatBytes) -> Sequence[tuple[FlatBytes, FlatBytes]]:
         """Each piece of host memory beside the part of the device's bytes that belongs there."""
         if len(self.hosts) == 1:
-            yield self.hosts[0], device
-            return
+            return ((self.hosts[0], device),)
+        found: list[tuple[FlatBytes, FlatBytes]] = []
         at = 0
         for host, part in zip(self.hosts, self.ranges):
             end = min(at + part.nbytes, self.lease_bytes)
-            yield host, device[at:end]
+            found.append((host, device[at:end]))
             at = end
+        return found
 
 
 class _Pool:
