@@ -38,7 +38,7 @@ class AcceleratorBackend(StreamDevice):
         self.device = device
         self._module: Any = torch.get_device_module(device)  # torch.cuda | torch.npu | torch.xpu
         self._streams: dict[Any, Stream] = {}  # by the driver's own number of the stream; a process has few streams
-        super().__init__(str(device), self._module.Event)
+        super().__init__(str(device), self._module.Event, reuses_events=device.type == "cuda")
 
     def current_stream(self) -> Stream:
         """The same object for the same stream: torch builds a new one per call, at twenty times the cost of the number."""
@@ -56,6 +56,8 @@ class AcceleratorBackend(StreamDevice):
 
     def allocate(self, nbytes: int) -> FlatBytes:
         """Bytes of torch's caching allocator."""
+        if not torch._C._len_torch_dispatch_stack():
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         with torch._C._DisableTorchDispatch():
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 

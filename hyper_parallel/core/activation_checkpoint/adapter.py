@@ -120,6 +120,9 @@ class Completion(Protocol):
     def is_done(self) -> bool:
         """Whether the copy is known to have ended; never blocks."""
 
+    def is_ordered_before(self, stream: Stream) -> bool:
+        """Whether :meth:`order` is known to have ordered ``stream``; False where that is not remembered."""
+
     def order(self, stream: Stream) -> None:
         """Make work queued on ``stream`` from now on run after the copy. Raises what the copy failed with, if it did."""
 
@@ -152,7 +155,7 @@ class StreamCompletion:
         return self._is_done
 
     def is_ordered_before(self, stream: Stream) -> bool:
-        """Whether work that is queued on ``stream`` from now on runs after it, because :meth:`order` said so."""
+        """See :class:`Completion`."""
         return stream in self._ordered
 
     def order(self, stream: Stream) -> None:

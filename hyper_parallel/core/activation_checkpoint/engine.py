@@ -213,18 +213,20 @@ class Engine:
         if not self._batch:
             return
         references, self._batch, self._batch_bytes = self._batch, [], 0
-        records = [record for record in (reference() for reference in references) if record is not None]
+        together: list[Record] = []
         with self.backend.unseen():
-            together = [record for record in records if self._joins(record)]
+            for reference in references:
+                record = reference()
+                if record is not None and not record.stays and not record.is_protected and self._may_leave(record):
+                    if self._takes_lease(record):
+                        together.append(record)
             if together:
                 completion = offload_together(together, self.lanes.out)
-                self._launched(together, completion, sum(record.nbytes for record in together))
+                self._launched(together, completion, sum([record.nbytes for record in together]))
 
-    def _joins(self, record: Record) -> bool:
-        """Whether the record is launched with its batch; it has a lease then. Otherwise it stays, or is launched here."""
-        if record.stays or record.is_protected or not self._may_leave(record):
-            return False
-        if not record.has_far_copy:
+    def _takes_lease(self, record: Record) -> bool:
+        """Whether the record moves with its batch, with a lease of its own. Otherwise it stays, or is launched here."""
+        if record.out is None:
             refusal = record.reserve()
             if refusal is not None:
                 self.counters.keep(_REFUSED[refusal], record.nbytes)
@@ -293,7 +295,8 @@ class Engine:
 
     def _drop(self, record: Record, copy: Completion) -> None:
         """Order compute after the copy out of a record, and let go of its device bytes."""
-        self.clock.stalled(copy)
+        if not copy.is_ordered_before(record.stream):
+            self.clock.stalled(copy)
         record.finish_offload()
         if self.counters.trace is not None:
             self.counters.trace("drop", record)
@@ -400,7 +403,8 @@ class Engine:
             self.counters.keep(_why_it_stayed(record), record.nbytes)
         if record.residency is Residency.H2D:
             assert record.back is not None, "a load is in flight"
-            self.clock.stalled(record.back, is_load=True)
+            if not record.back.is_ordered_before(record.stream):
+                self.clock.stalled(record.back, is_load=True)
             record.finish_load()
         else:
             record.note_reader()

@@ -285,7 +285,8 @@ class Record:
         """Nothing queued later on the owner stream may run before every copy and every foreign reader is done."""
         copy = self.out if self.back is None else self.back  # the last one that touches these very bytes
         if copy is not None and not self._is_ordered:
-            copy = unchecked(copy)
+            if copy.__class__ is not StreamCompletion:
+                copy = unchecked(copy)
             copy.order(self.stream)
             # The source is the user's: it may come from the pool of another stream than saved it.
             if self.back is None and (stream := self.engine.backend.current_stream()) != self.stream:

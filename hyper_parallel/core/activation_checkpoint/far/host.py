@@ -47,6 +47,7 @@ PAGE_BYTES: Final = 4096
 SLAB_BYTES: Final = 64 * 2**20  # small requests grow the pool by about this much at once, where the slack allows it
 TIMED_BYTES: Final = 16 * 2**20  # smaller copies are timed now and then: an event costs as much as their launch
 TIMED_EVERY: Final = 16
+_MOST_SIZES: Final = 1024
 SLACK_DIVISOR: Final = 32  # a pool may hold 1/32 more than its live peak: below the promised 5 %
 
 
@@ -109,7 +110,8 @@ class HostTier:
             raise ValueError(f"HostTier.reserve: expected at least 1 byte, got {nbytes}")
         while True:
             with self._budget.lock:
-                self._drain()
+                if self._released:
+                    self._drain()
                 answer = self._try_reserve(backend, nbytes)
             if isinstance(answer, (Lease, Refusal)):  # a union would be made at every call
                 return answer
@@ -134,15 +136,16 @@ class HostTier:
         """Queue the copies out of several sources. One event ends them all; each piece has its own space."""
         backend.wait_event(stream, ready)
         nbytes = 0
-        for lease, _ in pieces:
+        copies: list[tuple[FlatBytes, FlatBytes]] = []
+        for lease, source in pieces:
             nbytes += lease.nbytes
+            copies += lease.extent.parts(source)
             for completion in lease.extent.free_after:
                 completion.order(stream)
         start = self._start(backend, stream, nbytes)
         with backend.on_stream(stream):
-            for lease, source in pieces:
-                for host, part in lease.extent.parts(source):
-                    backend.copy(host, part, stream)
+            for host, part in copies:
+                backend.copy(host, part, stream)
         written = StreamCompletion(backend, start, backend.record_event(stream, timing=True))
         for lease, _ in pieces:
             lease.extent.written = written
@@ -163,13 +166,14 @@ class HostTier:
                     f"{self.name}: cannot read a lease of {lease.nbytes} bytes; because nothing was written to it"
                 )
         backend.wait_event(stream, ready)
-        for lease, _ in pieces:
+        copies: list[tuple[FlatBytes, FlatBytes]] = []
+        for lease, target in pieces:
             lease.extent.written.order(stream)
+            copies += lease.extent.parts(target)
         start = self._start(backend, stream, nbytes)
         with backend.on_stream(stream):
-            for lease, target in pieces:
-                for host, part in lease.extent.parts(target):
-                    backend.copy(part, host, stream)
+            for host, part in copies:
+                backend.copy(part, host, stream)
         end = backend.record_event(stream, timing=True)
         with self._budget.lock:
             self._read_bytes += nbytes
@@ -325,6 +329,10 @@ class _AllOf:
     def is_done(self) -> bool:
         return all(copy.is_done() for copy in self._copies)
 
+    def is_ordered_before(self, stream: Stream) -> bool:
+        """See :class:`~hyper_parallel.core.activation_checkpoint.adapter.Completion`."""
+        return False
+
     def order(self, stream: Stream) -> None:
         for copy in self._copies:
             copy.order(stream)
@@ -384,8 +392,8 @@ class _Pool:
         self._in_flight: collections.OrderedDict[int, _ReleasedSpace] = collections.OrderedDict()  # by id, oldest first
         self._in_flight_of_size: dict[int, collections.OrderedDict[int, _ReleasedSpace]] = {}
         self._idle: dict[int, list[_ReleasedSpace]] = {}  # by size; no copy uses them
-        self._idle_bytes = 0
         self._budget = budget
+        self.used_bytes = 0  # lent and not released, in granules
         self._peak_used_bytes = 0
 
     @property
@@ -397,11 +405,6 @@ class _Pool:
         """The copy to wait for where nothing else frees space."""
         return next((space.after for space in self._in_flight.values()), None)
 
-    @property
-    def used_bytes(self) -> int:
-        """Lent and not released, in granules."""
-        return self.arena.lent_bytes - self.in_flight_bytes - self._idle_bytes
-
     def lend(self, backend: DeviceBackend, nbytes: int) -> _HostExtent | None:
         """From what is free, else from what streams of this device will have freed by then; None: grow or wait."""
         wanted = self.arena.round_up(nbytes)
@@ -411,6 +414,7 @@ class _Pool:
             if ranges is None:
                 return None
             extent = _HostExtent(self, backend, nbytes, ranges, after)
+        self.used_bytes += wanted
         if self.used_bytes > self._peak_used_bytes:
             self._peak_used_bytes = self.used_bytes
         return extent
@@ -421,7 +425,6 @@ class _Pool:
         after: tuple[Completion, ...] = ()
         if idle:
             space = idle.pop()
-            self._idle_bytes -= wanted_bytes
         else:
             same = self._in_flight_of_size.get(wanted_bytes)
             if not same:
@@ -468,18 +471,18 @@ class _Pool:
         if not copies:
             space = _ReleasedSpace(extent, None)
             self._idle.setdefault(space.nbytes, []).append(space)
-            self._idle_bytes += space.nbytes
         else:
             space = _ReleasedSpace(extent, copies[0] if len(copies) == 1 else _AllOf(copies))
             self._in_flight[id(space)] = space
-            self._in_flight_of_size.setdefault(space.nbytes, collections.OrderedDict())[id(space)] = space
+            self._of_size(space.nbytes)[id(space)] = space
             self.in_flight_bytes += space.nbytes
+        self.used_bytes -= space.nbytes
         extent.ranges = ()
         extent.hosts = []
 
     def _give_idle(self) -> None:
         """Return all space without a copy to the arena."""
-        idle, self._idle, self._idle_bytes = self._idle, {}, 0
+        idle, self._idle = self._idle, {}
         for spaces in idle.values():
             for space in spaces:
                 self.arena.give(space.ranges)
@@ -531,11 +534,17 @@ class _Pool:
     def _remove(self, space: _ReleasedSpace) -> None:
         """Space under a copy is lent again, or free."""
         del self._in_flight[id(space)]
-        same = self._in_flight_of_size[space.nbytes]
-        del same[id(space)]
-        if not same:
-            del self._in_flight_of_size[space.nbytes]
+        del self._in_flight_of_size[space.nbytes][id(space)]
         self.in_flight_bytes -= space.nbytes
+
+    def _of_size(self, nbytes: int) -> collections.OrderedDict[int, _ReleasedSpace]:
+        """The spaces of one size that are under a copy. Sizes that are gone are forgotten now and then."""
+        same = self._in_flight_of_size.get(nbytes)
+        if same is None:
+            if len(self._in_flight_of_size) > _MOST_SIZES:
+                self._in_flight_of_size = {size: some for size, some in self._in_flight_of_size.items() if some}
+            same = self._in_flight_of_size[nbytes] = collections.OrderedDict()
+        return same
 
     def _borrow(
         self, backend: DeviceBackend, wanted_bytes: int
@@ -568,7 +577,7 @@ class _Pool:
         space.nbytes = sum(part.nbytes for part in rest)
         space.lease_bytes = space.nbytes
         space.hosts = self.slices(rest, space.nbytes)
-        for spaces in (self._in_flight, self._in_flight_of_size.setdefault(space.nbytes, collections.OrderedDict())):
+        for spaces in (self._in_flight, self._of_size(space.nbytes)):
             spaces[id(space)] = space
             spaces.move_to_end(id(space), last=False)
         self.in_flight_bytes += space.nbytes

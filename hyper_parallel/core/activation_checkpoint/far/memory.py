@@ -199,6 +199,10 @@ class _CheckedCompletion:
     def is_done(self) -> bool:
         return self.bare.is_done()
 
+    def is_ordered_before(self, stream: Stream) -> bool:
+        """See :class:`~hyper_parallel.core.activation_checkpoint.adapter.Completion`."""
+        return False
+
     def order(self, stream: Stream) -> None:
         self._check()
         self.bare.order(stream)
