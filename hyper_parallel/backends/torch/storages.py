@@ -133,15 +133,16 @@ def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(0, dtype=dtype, device=device)
 
 
-def flat_bytes(storage: torch.UntypedStorage) -> FlatBytes:
-    """All bytes of a storage, as one flat tensor over it."""
+def flat_bytes(tensor: torch.Tensor) -> FlatBytes:
+    """All bytes of a tensor's storage, as one flat tensor over it."""
+    storage = tensor.untyped_storage()
     if not _has_modes():  # no graph records it either: the new tensor needs no gradient
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     with unseen():
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def is_copied_by_bytes(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+def is_copied_by_bytes(tensor: torch.Tensor) -> bool:
     """Whether the storage's bytes, with a size, strides and an offset, are all there is to this tensor.
 
     False for tensors that carry more (a conjugate or negative bit, quantization, ragged sizes) and for storages without
@@ -152,6 +153,7 @@ def is_copied_by_bytes(tensor: torch.Tensor, storage: torch.UntypedStorage) -> b
     if _is_cow_tensor(tensor):
         return True  # it has memory; asking for the address would copy it
     try:
+        storage = tensor.untyped_storage()
         return storage.nbytes() == 0 or storage.data_ptr() != 0
     except RuntimeError:
         return False
@@ -166,9 +168,10 @@ def is_changed_piece(tensor: torch.Tensor, storage_bytes: int) -> bool:
     return tensor._version > 0 and tensor._base is None and tensor.nbytes != storage_bytes
 
 
-def share_key(tensor: torch.Tensor, storage: torch.UntypedStorage) -> Hashable:
+def share_key(tensor: torch.Tensor) -> Hashable:
     """What a storage and a version counter over it are known by (see "counters of their own")."""
-    root = tensor if tensor._base is None else tensor._base
+    base, storage = tensor._base, tensor.untyped_storage()
+    root = tensor if base is None else base
     key: int = storage._cdata
     if root.nbytes == storage.nbytes():
         return key
@@ -208,7 +211,8 @@ def is_parameter_derived(tensor: torch.Tensor) -> bool:
     """A parameter, a view of one, or a cast of one (autocast's copy): it stays anyway, so swapping it frees nothing."""
     if tensor.__class__ is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
         return True
-    if tensor._base is not None and isinstance(tensor._base, torch.nn.Parameter):
+    base = tensor._base
+    if base is not None and isinstance(base, torch.nn.Parameter):
         return True
     node: Any = tensor.grad_fn  # torch.autograd.graph.Node
     for _ in range(_LONGEST_CHAIN):

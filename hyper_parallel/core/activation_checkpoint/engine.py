@@ -217,9 +217,10 @@ class Engine:
         with self.backend.unseen():
             for reference in references:
                 record = reference()
-                if record is not None and not record.stays and not record.is_protected and self._may_leave(record):
-                    if self._takes_lease(record):
-                        together.append(record)
+                if record is None or record.stays or record.is_protected or not self._may_leave(record):
+                    continue
+                if self._takes_lease(record):
+                    together.append(record)
             if together:
                 completion = offload_together(together, self.lanes.out)
                 self._launched(together, completion, sum([record.nbytes for record in together]))
