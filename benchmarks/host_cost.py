@@ -36,8 +36,7 @@ import torch
 
 import hyper_parallel as hp
 from hyper_parallel.backends.torch import AsyncSaveOnCpu
-from hyper_parallel.backends.torch.devices import host_view
-from hyper_parallel.backends.torch.storages import unseen
+from hyper_parallel.backends.torch.devices import hide_from_modes, host_view
 from hyper_parallel.core.activation_checkpoint.devices import simulated_key
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.testing import simulated_accelerator
@@ -59,7 +58,7 @@ class NoOpDevice:
 
     name = "no-op"
     is_host_memory = False
-    unseen = staticmethod(unseen)
+    unseen = staticmethod(hide_from_modes)
     host_view = staticmethod(host_view)
 
     def __init__(self) -> None:

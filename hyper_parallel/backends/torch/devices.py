@@ -9,18 +9,35 @@ from typing import Any, Final
 
 import torch
 
-from hyper_parallel.backends.torch.storages import unseen
 from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.adapter import DeviceBackend, FlatBytes, Stream
 from hyper_parallel.core.activation_checkpoint.devices import HostDevice, StreamDevice, find_backend, host_refused
 from hyper_parallel.core.activation_checkpoint.far.disk_file import aligned_memory
 from hyper_parallel.errors import CaptureError
 
-__all__ = ["AcceleratorBackend", "HostBackend", "backend_for", "host_view", "profiler_range", "refuse_capture"]
+__all__ = [
+    "AcceleratorBackend",
+    "HostBackend",
+    "backend_for",
+    "hide_from_modes",
+    "host_view",
+    "profiler_range",
+    "refuse_capture",
+]
 
 _TRIM_EVERY_BYTES: Final = 32 * 2**20
 _MAP_FROM_BYTES: Final = 2**20
 _TENSOR_RESIDUE_BYTES: Final = 64  # where torch's own tensors begin in a page, if the C allocator mapped them
+
+
+def hide_from_modes() -> contextlib.AbstractContextManager[None]:
+    """A context in which no dispatch mode sees the ops of a device backend.
+
+    No graph records them in any case: flat bytes never need a gradient. So the mode of gradients stays as it is, and nothing
+    has to be put back when a signal ends the context half-way.
+    """
+    hidden: contextlib.AbstractContextManager[None] = torch._C._DisableTorchDispatch()
+    return hidden
 
 
 def host_view(flat: FlatBytes) -> memoryview:
@@ -31,7 +48,7 @@ def host_view(flat: FlatBytes) -> memoryview:
 class AcceleratorBackend(StreamDevice):
     """One accelerator of any vendor that torch names a device module for (``torch.cuda``, ``torch.npu``, ``torch.xpu``)."""
 
-    unseen = staticmethod(unseen)
+    unseen = staticmethod(hide_from_modes)
     host_view = staticmethod(host_view)
 
     def __init__(self, device: torch.device) -> None:
@@ -149,7 +166,7 @@ def _page_locked(nbytes: int) -> torch.Tensor:
 class HostBackend(HostDevice):
     """Host memory as the device."""
 
-    unseen = staticmethod(unseen)
+    unseen = staticmethod(hide_from_modes)
     host_view = staticmethod(host_view)
 
     def __init__(self) -> None:

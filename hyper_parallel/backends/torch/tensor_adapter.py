@@ -84,12 +84,17 @@ class TorchTensorAdapter(TensorAdapter):
 
     is_parameter_derived = staticmethod(storages.is_parameter_derived)
 
-    is_changed_piece = staticmethod(storages.is_changed_piece)
+    def is_changed_piece(self, tensor: torch.Tensor, storage_bytes: int) -> bool:
+        """See the base class."""
+        return storages.is_changed_piece(tensor, storage_bytes)
+
     is_copied_by_bytes = staticmethod(storages.is_copied_by_bytes)
     version_token = staticmethod(storages.version_token)
     alias = staticmethod(storages.alias)
 
-    share_key = staticmethod(storages.share_key)
+    def share_key(self, tensor: torch.Tensor) -> Hashable:
+        """See the base class."""
+        return storages.share_key(tensor)
 
     def held_alias(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See the base class. An alias shares the version counter, and is its own token."""
