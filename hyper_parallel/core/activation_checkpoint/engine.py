@@ -487,10 +487,8 @@ class Engine:
         """Load records that were taken from the forecast. False where the device is full: the rest goes back to it."""
         while records:
             first = records[0]
-            assert first.lease is not None, "a record in far memory has a lease"
             can_join = [self._can_load_together(first, record) for record in records]
-            count = can_join.index(False) if False in can_join else len(records)
-            loaded: Sequence[Record] = records[: max(1, count)]
+            loaded: Sequence[Record] = records[: max(1, [*can_join, False].index(False))]
             try:
                 if len(loaded) > 1:
                     loaded, copy = load_together(loaded, self.lanes.back)
