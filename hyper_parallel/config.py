@@ -150,6 +150,13 @@ def _flag_from_text(text: str) -> bool:
 _FROM_TEXT: Final[Mapping[str, Callable[[str], Any]]] = {"tiers": _tiers_from_text, "verify": _flag_from_text}
 
 
+_VARIABLES: Final = tuple(f"HYPER_PARALLEL_{field.name.upper()}" for field in dataclasses.fields(SwapConfig))
+
+# This is asked for at every call of a wrapper, and os.environ raises and catches an error for each name that is not set. The
+# table behind it, where there is one, answers for all names at once.
+_ENCODED: Final = frozenset(map(getattr(os.environ, "encodekey", str), _VARIABLES))
+
+
 class _Settings:
     """What ``configure`` set for the process, and the override of this context."""
 
@@ -169,8 +176,10 @@ def current_config() -> SwapConfig:
         return override
     if _Settings.process is not None:
         return _Settings.process
-    names = [f"HYPER_PARALLEL_{field.name.upper()}" for field in dataclasses.fields(SwapConfig)]
-    return _from_environment_once(tuple((name, os.environ[name]) for name in names if name in os.environ))
+    if _ENCODED.isdisjoint(getattr(os.environ, "_data", _ENCODED)):
+        return _from_environment_once(())
+    environ = os.environ
+    return _from_environment_once(tuple((name, environ[name]) for name in _VARIABLES if name in environ))
 
 
 class Configured:

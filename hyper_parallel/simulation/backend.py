@@ -167,6 +167,10 @@ class SimulatedBackend:
 
     # ------------------------------------------------------------------ copies
 
+    def on_stream(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Nothing: no switch is simulated."""
+        return contextlib.nullcontext()
+
     def copy(self, destination: FlatBytes, source: FlatBytes, stream: Stream) -> None:
         """Queue a copy, after both of its sides are judged."""
         with self._timeline.lock:

@@ -9,18 +9,35 @@ from typing import Any, Final
 
 import torch
 
-from hyper_parallel.backends.torch.storages import unseen
 from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.adapter import DeviceBackend, FlatBytes, Stream
 from hyper_parallel.core.activation_checkpoint.devices import HostDevice, StreamDevice, find_backend, host_refused
 from hyper_parallel.core.activation_checkpoint.far.disk_file import aligned_memory
 from hyper_parallel.errors import CaptureError
 
-__all__ = ["AcceleratorBackend", "HostBackend", "backend_for", "host_view", "profiler_range", "refuse_capture"]
+__all__ = [
+    "AcceleratorBackend",
+    "HostBackend",
+    "backend_for",
+    "hide_from_modes",
+    "host_view",
+    "profiler_range",
+    "refuse_capture",
+]
 
 _TRIM_EVERY_BYTES: Final = 32 * 2**20
 _MAP_FROM_BYTES: Final = 2**20
 _TENSOR_RESIDUE_BYTES: Final = 64  # where torch's own tensors begin in a page, if the C allocator mapped them
+
+
+def hide_from_modes() -> contextlib.AbstractContextManager[None]:
+    """A context in which no dispatch mode sees the ops of a device backend.
+
+    No graph records them in any case: flat bytes never need a gradient. So the mode of gradients stays as it is, and nothing
+    has to be put back when a signal ends the context half-way.
+    """
+    hidden: contextlib.AbstractContextManager[None] = torch._C._DisableTorchDispatch()
+    return hidden
 
 
 def host_view(flat: FlatBytes) -> memoryview:
@@ -31,14 +48,14 @@ def host_view(flat: FlatBytes) -> memoryview:
 class AcceleratorBackend(StreamDevice):
     """One accelerator of any vendor that torch names a device module for (``torch.cuda``, ``torch.npu``, ``torch.xpu``)."""
 
-    unseen = staticmethod(unseen)
+    unseen = staticmethod(hide_from_modes)
     host_view = staticmethod(host_view)
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._module: Any = torch.get_device_module(device)  # torch.cuda | torch.npu | torch.xpu
         self._streams: dict[Any, Stream] = {}  # by the driver's own number of the stream; a process has few streams
-        super().__init__(str(device), self._module.Event)
+        super().__init__(str(device), self._module.Event, reuses_events=device.type == "cuda")
 
     def current_stream(self) -> Stream:
         """The same object for the same stream: torch builds a new one per call, at twenty times the cost of the number."""
@@ -56,6 +73,8 @@ class AcceleratorBackend(StreamDevice):
 
     def allocate(self, nbytes: int) -> FlatBytes:
         """Bytes of torch's caching allocator."""
+        if not torch._C._len_torch_dispatch_stack():
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         with torch._C._DisableTorchDispatch():
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
@@ -71,8 +90,11 @@ class AcceleratorBackend(StreamDevice):
         return isinstance(error, torch.OutOfMemoryError)
 
     def allocate_host(self, nbytes: int, *, pinned: bool) -> FlatBytes:
-        """Page-locks a block of exactly this size: torch's own pinned cache rounds to powers of two."""
-        with torch._C._DisableTorchDispatch():
+        """Page-locks a block of exactly this size: torch's own pinned cache rounds to powers of two.
+
+        The caller may be in an inference block; the memory outlives it, and is written outside it.
+        """
+        with torch.inference_mode(False), torch._C._DisableTorchDispatch():
             try:
                 if not pinned:
                     return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -84,10 +106,23 @@ class AcceleratorBackend(StreamDevice):
 
     def copy(self, destination: FlatBytes, source: FlatBytes, stream: Stream) -> None:
         """Queue the copy on ``stream``. The record that moves its bytes has entered ``unseen()``."""
-        with profiler_range(goes_out=destination.device.type == "cpu"), self._on(stream):
+        if torch._C._autograd._profiler_enabled():
+            with profiler_range(goes_out=destination.device.type == "cpu"), self.on_stream(stream):
+                destination.copy_(source, non_blocking=True)
+        elif self.device.type == "cuda" and self._is_current(stream):
             destination.copy_(source, non_blocking=True)
+        else:
+            with self.on_stream(stream):
+                destination.copy_(source, non_blocking=True)
 
-    def _on(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
+    def _is_current(self, stream: Stream) -> bool:
+        """Whether a kernel that is launched now goes to ``stream`` of this CUDA device."""
+        index = self.device.index
+        current: tuple[int, int, int] = torch._C._cuda_getCurrentStream(index)
+        return current[0] == stream.stream_id and torch._C._cuda_getDevice() == index
+
+    def on_stream(self, stream: Stream) -> contextlib.AbstractContextManager[Any]:
+        """Make ``stream`` the current one inside."""
         if self.device.type == "cuda" and torch._C._cuda_getDevice() == self.device.index:
             return _CurrentStream(self, stream)
         switched: contextlib.AbstractContextManager[Any] = self._module.stream(stream)
@@ -131,7 +166,7 @@ def _page_locked(nbytes: int) -> torch.Tensor:
 class HostBackend(HostDevice):
     """Host memory as the device."""
 
-    unseen = staticmethod(unseen)
+    unseen = staticmethod(hide_from_modes)
     host_view = staticmethod(host_view)
 
     def __init__(self) -> None:
@@ -161,8 +196,9 @@ class HostBackend(HostDevice):
         return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
     def allocate_host(self, nbytes: int, *, pinned: bool) -> FlatBytes:
-        """The same memory; none of it is page-locked."""
-        return self.allocate(nbytes)
+        """The same memory; none of it is page-locked. It outlives an inference block that the caller is in."""
+        with torch.inference_mode(False):
+            return self.allocate(nbytes)
 
     def copy(self, destination: FlatBytes, source: FlatBytes, stream: Stream) -> None:
         """Copy at once."""

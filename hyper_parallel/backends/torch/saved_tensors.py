@@ -51,6 +51,7 @@ class TorchPacker(Packer):
 
     def flush(self) -> None:
         """See the base class."""
+        super().flush()
         if self._small_count:
             self._manager.counters.keep_many(KeepReason.SMALL, self._small_bytes, self._small_count)
             self._small_bytes = self._small_count = 0

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hyper_parallel.backends.torch.devices import host_view, profiler_range
+from hyper_parallel.backends.torch.devices import hide_from_modes, host_view, profiler_range
 from hyper_parallel.backends.torch.ops import facts_of
 from hyper_parallel.backends.torch.storages import unseen
 from hyper_parallel.core.activation_checkpoint.adapter import FlatBytes
@@ -36,7 +36,7 @@ class _Memory:
     framework = "torch"
     host_kind = "cpu"
     object_outlives_bytes = compat.OBJECT_OUTLIVES_STORAGE
-    unseen = staticmethod(unseen)
+    unseen = staticmethod(hide_from_modes)
     host_view = staticmethod(host_view)
     is_freed = staticmethod(compat.is_freed)
 
@@ -46,12 +46,13 @@ class _Memory:
 
     def new_device_bytes(self, nbytes: int) -> tuple[FlatBytes, object]:
         """A tensor, and its storage."""
-        flat = self.new_host_bytes(nbytes)
+        with unseen():
+            flat = torch.full((nbytes,), POISON, dtype=torch.uint8)
         return flat, flat.untyped_storage()
 
     def new_host_bytes(self, nbytes: int) -> FlatBytes:
-        """A tensor."""
-        with unseen():
+        """A tensor. The caller may be in an inference block; far memory outlives it, and is written outside it."""
+        with torch.inference_mode(False), unseen():
             return torch.full((nbytes,), POISON, dtype=torch.uint8)
 
     def range_of(self, flat: FlatBytes) -> ByteRange:

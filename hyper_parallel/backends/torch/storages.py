@@ -27,6 +27,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
+from torch.autograd.function import FunctionMeta
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hyper_parallel.core.activation_checkpoint.adapter import FlatBytes, instances_in
@@ -51,6 +52,7 @@ __all__ = [
 ]
 
 _is_cow_tensor: Callable[[torch.Tensor], bool] = getattr(torch._C, "_is_cow_tensor")  # noqa: B009 (not in torch's stubs)
+_has_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _ADINPLACE = torch._C.DispatchKey.ADInplaceOrView
 _PASS_THROUGH = frozenset(
@@ -58,6 +60,8 @@ _PASS_THROUGH = frozenset(
      "ReshapeAliasBackward0", "AliasBackward0", "SelectBackward0", "SliceBackward0", "UnsqueezeBackward0", "ExpandBackward0"}
 )  # fmt: skip
 _LONGEST_CHAIN = 6
+_NOT_A_CAST: set[type] = set()
+"""Classes of torch's own nodes that neither hold a variable nor pass one through. A node of a custom Function may do so."""
 
 
 class unseen:
@@ -93,7 +97,7 @@ def alias(tensor: torch.Tensor, *, is_below_autograd: bool = False) -> torch.Ten
     if type(tensor) not in _PLAIN:
         return tensor.detach()  # a subclass answers for itself; regions do not count a detach
     if not is_below_autograd and not is_below_counter():
-        if not torch._C._len_torch_dispatch_stack():
+        if not _has_modes():
             return tensor.detach()
         with torch._C._DisableTorchDispatch():
             return tensor.detach()
@@ -107,6 +111,9 @@ def version_token(tensor: torch.Tensor, *, is_below_autograd: bool = False) -> t
     """A tensor without bytes that shares the version counter (see "versions without bytes")."""
     token = alias(tensor, is_below_autograd=is_below_autograd)
     empty = _empty(tensor.dtype, tensor.device)
+    if not _has_modes():
+        token.data = empty
+        return token
     with torch._C._DisableTorchDispatch():
         token.data = empty
     return token
@@ -126,13 +133,16 @@ def _empty(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(0, dtype=dtype, device=device)
 
 
-def flat_bytes(storage: torch.UntypedStorage) -> FlatBytes:
-    """All bytes of a storage, as one flat tensor over it."""
+def flat_bytes(tensor: torch.Tensor) -> FlatBytes:
+    """All bytes of a tensor's storage, as one flat tensor over it."""
+    storage = tensor.untyped_storage()
+    if not _has_modes():  # no graph records it either: the new tensor needs no gradient
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     with unseen():
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def is_copied_by_bytes(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+def is_copied_by_bytes(tensor: torch.Tensor) -> bool:
     """Whether the storage's bytes, with a size, strides and an offset, are all there is to this tensor.
 
     False for tensors that carry more (a conjugate or negative bit, quantization, ragged sizes) and for storages without
@@ -143,6 +153,7 @@ def is_copied_by_bytes(tensor: torch.Tensor, storage: torch.UntypedStorage) -> b
     if _is_cow_tensor(tensor):
         return True  # it has memory; asking for the address would copy it
     try:
+        storage = tensor.untyped_storage()
         return storage.nbytes() == 0 or storage.data_ptr() != 0
     except RuntimeError:
         return False
@@ -157,9 +168,10 @@ def is_changed_piece(tensor: torch.Tensor, storage_bytes: int) -> bool:
     return tensor._version > 0 and tensor._base is None and tensor.nbytes != storage_bytes
 
 
-def share_key(tensor: torch.Tensor, storage: torch.UntypedStorage) -> Hashable:
+def share_key(tensor: torch.Tensor) -> Hashable:
     """What a storage and a version counter over it are known by (see "counters of their own")."""
-    root = tensor if tensor._base is None else tensor._base
+    base, storage = tensor._base, tensor.untyped_storage()
+    root = tensor if base is None else base
     key: int = storage._cdata
     if root.nbytes == storage.nbytes():
         return key
@@ -185,24 +197,34 @@ class ViewSpec:
 
     def over(self, device_bytes: FlatBytes) -> torch.Tensor:
         """The view over these bytes."""
+        if not _has_modes():
+            return self._over(device_bytes)
         with unseen():
-            view = torch.empty(0, dtype=self.dtype, device=device_bytes.device)
-            return view.set_(device_bytes.untyped_storage(), self.offset, self.size, self.stride)
+            return self._over(device_bytes)
+
+    def _over(self, device_bytes: FlatBytes) -> torch.Tensor:
+        view = torch.empty(0, dtype=self.dtype, device=device_bytes.device)
+        return view.set_(device_bytes.untyped_storage(), self.offset, self.size, self.stride)
 
 
 def is_parameter_derived(tensor: torch.Tensor) -> bool:
     """A parameter, a view of one, or a cast of one (autocast's copy): it stays anyway, so swapping it frees nothing."""
-    if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
+    if tensor.__class__ is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
+        return True
+    base = tensor._base
+    if base is not None and isinstance(base, torch.nn.Parameter):
         return True
     node: Any = tensor.grad_fn  # torch.autograd.graph.Node
     for _ in range(_LONGEST_CHAIN):
-        if node is None:
+        if node is None or node.__class__ in _NOT_A_CAST:
             return False
         variable = getattr(node, "variable", None)
         if variable is not None:
             return isinstance(variable, torch.nn.Parameter)
         # The type is asked: the context of a custom Function is its node, and may have a ``name`` of its own.
         if type(node).name(node) not in _PASS_THROUGH:
+            if not isinstance(type(node), FunctionMeta):
+                _NOT_A_CAST.add(type(node))
             return False
         node = node.next_functions[0][0]
     return False

@@ -76,9 +76,7 @@ class TorchTensorAdapter(TensorAdapter):
         """See the base class. Torch tells when a storage dies, so that ``holder`` is not needed."""
         return storages.storage_watch(tensor.untyped_storage())
 
-    def flat_bytes(self, tensor: torch.Tensor) -> FlatBytes:
-        """See the base class."""
-        return storages.flat_bytes(tensor.untyped_storage())
+    flat_bytes = staticmethod(storages.flat_bytes)
 
     def view_of(self, tensor: torch.Tensor) -> View:
         """See the base class."""
@@ -90,16 +88,13 @@ class TorchTensorAdapter(TensorAdapter):
         """See the base class."""
         return storages.is_changed_piece(tensor, storage_bytes)
 
-    def is_copied_by_bytes(self, tensor: torch.Tensor) -> bool:
-        """See the base class."""
-        return storages.is_copied_by_bytes(tensor, tensor.untyped_storage())
-
+    is_copied_by_bytes = staticmethod(storages.is_copied_by_bytes)
     version_token = staticmethod(storages.version_token)
     alias = staticmethod(storages.alias)
 
     def share_key(self, tensor: torch.Tensor) -> Hashable:
         """See the base class."""
-        return storages.share_key(tensor, tensor.untyped_storage())
+        return storages.share_key(tensor)
 
     def held_alias(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See the base class. An alias shares the version counter, and is its own token."""
@@ -129,13 +124,14 @@ class TorchTensorAdapter(TensorAdapter):
         gradient, ``AccumulateGrad`` would take it over, and every later change of ``.grad`` would change the saved bytes.
         """
         views: dict[Any, tuple[torch.Tensor, int]] = device_bytes.__dict__.setdefault("handed_out", {})
-        for known, version in tuple(views.values()):  # another thread may add to them
-            if known._version != version:
-                raise_changed(scope, shape=known.shape, dtype=known.dtype, version=version, now=known._version)
         counts_with_source = token is not None and device_bytes.untyped_storage()._cdata == source_key
-        found = views.get((view, counts_with_source))
-        if found is not None:
-            return found[0]
+        if views:
+            for known, version in tuple(views.values()):  # another thread may add to them
+                if known._version != version:
+                    raise_changed(scope, shape=known.shape, dtype=known.dtype, version=version, now=known._version)
+            found = views.get((view, counts_with_source))
+            if found is not None:
+                return found[0]
         made: torch.Tensor = view.over(device_bytes)
         if counts_with_source:
             made = storages.with_counter_of(token, made)
@@ -152,7 +148,7 @@ class TorchTensorAdapter(TensorAdapter):
 
     def sequence_of_save(self) -> int:
         """See the base class. The node has its number when it saves."""
-        return graph.next_sequence() - 1
+        return torch._C._autograd._get_sequence_nr() - 1
 
     def wanted_by(self) -> str:
         """See the base class."""

@@ -104,6 +104,9 @@ class DeviceBackend(Protocol):
         Raises ``MemoryError`` when the host refuses.
         """
 
+    def on_stream(self, stream: Stream) -> AbstractContextManager[Any]:
+        """A context for several calls of :meth:`copy` on ``stream``: where a switch of streams costs time, there is one."""
+
     def copy(self, destination: FlatBytes, source: FlatBytes, stream: Stream) -> None:
         """Queue a copy of all bytes on ``stream``; between device and host, in either direction."""
 
@@ -117,6 +120,9 @@ class Completion(Protocol):
     def is_done(self) -> bool:
         """Whether the copy is known to have ended; never blocks."""
 
+    def is_ordered_before(self, stream: Stream) -> bool:
+        """Whether :meth:`order` is known to have ordered ``stream``; False where that is not remembered."""
+
     def order(self, stream: Stream) -> None:
         """Make work queued on ``stream`` from now on run after the copy. Raises what the copy failed with, if it did."""
 
@@ -125,25 +131,38 @@ class Completion(Protocol):
 
 
 class StreamCompletion:
-    """The end of a copy that a stream carries: an event and the device it belongs to, in one record.
+    """The end of copies that a stream carries: an event and the device it belongs to, in one record.
 
-    ``start`` is None for a copy that is not timed.
+    Several records share it where their copies were launched together. So it remembers which streams were ordered after it,
+    and that it is done: the device is told once, and asked no more once it has said yes.
+
+    ``start`` is None for copies that are not timed.
     """
 
-    __slots__ = ("_backend", "end", "start")
+    __slots__ = ("_backend", "_is_done", "_ordered", "end", "start")
 
     def __init__(self, backend: DeviceBackend, start: Event | None, end: Event) -> None:
         self._backend = backend
+        self._is_done = False
+        self._ordered: tuple[Stream, ...] = ()
         self.start = start
         self.end = end
 
     def is_done(self) -> bool:
         """See :class:`Completion`."""
-        return self._backend.event_is_done(self.end)
+        if not self._is_done:
+            self._is_done = self._backend.event_is_done(self.end)
+        return self._is_done
+
+    def is_ordered_before(self, stream: Stream) -> bool:
+        """See :class:`Completion`."""
+        return stream in self._ordered
 
     def order(self, stream: Stream) -> None:
         """See :class:`Completion`."""
-        self._backend.wait_event(stream, self.end)
+        if stream not in self._ordered:
+            self._backend.wait_event(stream, self.end)
+            self._ordered = (*self._ordered, stream)
 
     def wait(self) -> None:
         """See :class:`Completion`."""

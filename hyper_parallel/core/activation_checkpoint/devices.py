@@ -6,8 +6,13 @@ See :class:`~hyper_parallel.core.activation_checkpoint.adapter.DeviceBackend` fo
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Final
 
 from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.adapter import DeviceBackend, Event, Stream
@@ -16,19 +21,50 @@ from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 __all__ = ["HostDevice", "StreamDevice", "find_backend", "host_refused", "simulated_key"]
 
 
+def _oldest(events: deque[Event]) -> tuple[Event, int]:
+    """The oldest event, which becomes the newest, and how many references to it there were while it was out of the list."""
+    event = events.popleft()
+    references = sys.getrefcount(event)
+    events.append(event)
+    return event, references
+
+
+_UNUSED: Final = _oldest(deque([object()]))[1]  # releases of Python differ in which of their own references they count
+_MOST_KNOWN_EVENTS: Final = 4096
+_MOST_LOOKS: Final = 3
+
+
 class StreamDevice:
     """An accelerator with real streams and events. Those of torch and of MindSpore have the same methods."""
 
     is_host_memory = False
 
-    def __init__(self, name: str, new_event: Callable[..., Event]) -> None:
+    def __init__(self, name: str, new_event: Callable[..., Event], *, reuses_events: bool = False) -> None:
         self.name = name
         self._new_event = new_event  # the framework's class of events
+        self._known_events: dict[bool, deque[Event]] = {False: deque(), True: deque()} if reuses_events else {}
 
     def record_event(self, stream: Stream, *, timing: bool = False) -> Event:
         """An event of the framework's, recorded on ``stream``."""
-        event = self._new_event(enable_timing=timing)
+        event = self._unused_event(timing) if self._known_events else self._new_event(enable_timing=timing)
         event.record(stream)
+        return event
+
+    def _unused_event(self, timing: bool) -> Event:
+        """An event that nobody holds any more, else a new one.
+
+        An event that is recorded again names its new place only. That is right for a waiting stream, which looked at the old
+        place when it was told to wait, and wrong for anybody who still asks: so an event is reused when the only reference to
+        it is the list's. One thread has an event at a time, because it is out of the list while it is looked at.
+        """
+        known = self._known_events[timing]
+        for _ in range(min(_MOST_LOOKS, len(known))):
+            event, references = _oldest(known)
+            if references == _UNUSED:
+                return event
+        event = self._new_event(enable_timing=timing)
+        if len(known) < _MOST_KNOWN_EVENTS:
+            known.append(event)
         return event
 
     def wait_event(self, stream: Stream, event: Event) -> None:
@@ -46,6 +82,10 @@ class StreamDevice:
     def elapsed_us(self, start: Event, end: Event) -> float:
         """Device time between two timing events."""
         return float(start.elapsed_time(end)) * 1e3
+
+    def on_stream(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Nothing: each copy switches by itself."""
+        return contextlib.nullcontext()
 
     def dropped(self, nbytes: int) -> None:
         """Nothing to do: the framework's pool of device memory reuses what it gets back."""
@@ -82,6 +122,10 @@ class HostDevice:
     def elapsed_us(self, start: Event, end: Event) -> float:
         """Host time between two events."""
         return float(end - start) / 1e3
+
+    def on_stream(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Nothing: there is one stream."""
+        return contextlib.nullcontext()
 
     def held_bytes(self) -> int | None:
         """None: the process's resident bytes are not those of its tensors, and asking for them is slow."""

@@ -6,12 +6,13 @@ Timeline of a step
 ------------------
 ::
 
-    forward    op ► pack ► record joins the tail ──(more than tail_bytes behind it)──► copy out queued
+    forward    op ► pack ► record joins the tail ──(more than tail_bytes behind it)──► record waits for its batch
+               the batch is full, a large record comes, the scope or region ends ► its copies out are queued together
                more than window_bytes in flight ► compute is ordered after the oldest copy, our reference goes
                end of forward: the tail was never copied at all
-    backward   first unpack ► forecast ► loads are queued until prefetch_bytes are ahead
+    backward   first unpack ► forecast ► loads are queued, in batches, until prefetch_bytes are ahead
                unpack: on the device ► alias │ in flight ► ordered │ far ► loaded now, a miss
-               last handle dies ► record dies ► its room returns
+               last swapped value dies ► record dies ► its lease returns
     after it   a retained graph: what was brought back is let go again, the far copy stays valid
 
 Invariants
@@ -20,6 +21,7 @@ Invariants
 * Bytes on the device for our sake ≤ tail + window + prefetch + what backward reads right now. Where the user says what the
   device may hold in all, window and prefetch are the least, and room that nobody uses is used: early in forward copies may
   lag, and once backward has freed memory loads run far ahead.
+* What waits for its batch counts in the window, and is at most a 32nd of it: the bound above holds with batches.
 * No call waits for the device: order is said to streams (a file is the exception, its completions block when they must).
 * One lock guards queues and moves. Destructors take no lock, so they may run anywhere, also inside it.
 """
@@ -30,11 +32,12 @@ import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Final, Protocol, overload
 
 from hyper_parallel.config import SwapConfig
-from hyper_parallel.core.activation_checkpoint.adapter import DeviceBackend, FlatBytes, Stream
+from hyper_parallel.core.activation_checkpoint.adapter import Completion, DeviceBackend, FlatBytes, Stream
+from hyper_parallel.core.activation_checkpoint.batch import load_together, offload_together
 from hyper_parallel.core.activation_checkpoint.far.memory import FarMemory
 from hyper_parallel.core.activation_checkpoint.far.tier import Refusal
 from hyper_parallel.core.activation_checkpoint.forecast import Forecast, Reach
@@ -50,6 +53,10 @@ _DEFAULT_WINDOW_BYTES: Final = 512 * 2**20
 _REFUSED: Final = {Refusal.OVER_LIMIT: KeepReason.OVER_LIMIT, Refusal.NO_SPACE: KeepReason.NO_SPACE}
 
 _MOST_OPEN_TASKS: Final = 32
+
+_MOST_BATCH_BYTES: Final = 16 * 2**20
+_BATCHES_IN_WINDOW: Final = 32  # at least: waiting for a batch must not hold much of what the window may hold
+_BATCHES_IN_PREFETCH: Final = 16  # at least: what is wanted next must not wait long for the rest of its batch
 
 
 class BackwardTask(Protocol):
@@ -91,13 +98,17 @@ class Engine:
         self._tail_bytes = 0
         self._in_flight: deque[tuple[weakref.ref[Record], int]] = deque()
         self._in_flight_bytes = 0
-        self._live: weakref.WeakSet[Record] = weakref.WeakSet()
+        self._batch: list[weakref.ref[Record]] = []  # left the tail; their copies are launched together
+        self._batch_bytes = 0
+        self._batch_stream: Stream = None
+        self.live: dict[int, weakref.ref[Record]] = {}  # by id; a record adds itself, and its destructor takes it out
         self._shared: dict[Hashable, _Shared] = {}
         self._forecasts: dict[Hashable, Forecast] = {}
         self.ledger: deque[int] = deque()
         self._resident_bytes = 0
         self._tail_limit = _DEFAULT_TAIL_BYTES if config.tail_bytes is None else config.tail_bytes
         self._window_limit = _DEFAULT_WINDOW_BYTES if config.window_bytes is None else config.window_bytes
+        self._batch_limit = min(_MOST_BATCH_BYTES, self._window_limit // _BATCHES_IN_WINDOW)
 
     # ------------------------------------------------------------------ forward
 
@@ -146,7 +157,6 @@ class Engine:
             source_is_unchanged=source_is_unchanged,
         )
         with self._lock:
-            self._live.add(record)
             key = storage_key if share_key is None else share_key
             if key is not None and is_alive is not None:
                 self._remember(key, _Shared(record, version, is_alive))
@@ -156,7 +166,7 @@ class Engine:
         return record
 
     def _remember(self, share_key: Hashable, shared: _Shared) -> None:
-        if len(self._shared) > 64 + 2 * len(self._live):
+        if len(self._shared) > 64 + 2 * len(self.live):
             self._shared = {key: old for key, old in self._shared.items() if old.record() is not None}
         self._shared[share_key] = shared
 
@@ -174,51 +184,123 @@ class Engine:
     def _queue(self, record: Record, *, trims_window: bool) -> None:
         self._tail.append((weakref.ref(record), record.nbytes))
         self._tail_bytes += record.nbytes
+        num_in_flight = len(self._in_flight)
         while self._tail_bytes > self._tail_limit:
             reference, nbytes = self._tail.popleft()
             self._tail_bytes -= nbytes
             oldest = reference()
             if oldest is not None and not oldest.stays and not oldest.is_protected:
-                self._launch_offload(oldest)
+                self._join_batch(oldest)
         if trims_window or self.config.device_bytes is None:
-            self._make_room_in_window()
+            self._make_room_in_window(looks_at_copies=len(self._in_flight) != num_in_flight)
+
+    def _join_batch(self, record: Record) -> None:
+        """The record's copy is launched with the next ones of its stream; a large one is launched now."""
+        is_large = record.nbytes >= self._batch_limit
+        if is_large or (self._batch and record.stream != self._batch_stream):
+            self._launch_batch()
+        if is_large:
+            self._launch_offload(record)
+            return
+        self._batch.append(weakref.ref(record))
+        self._batch_bytes += record.nbytes
+        self._batch_stream = record.stream
+        if self._batch_bytes >= self._batch_limit:
+            self._launch_batch()
+
+    def _launch_batch(self) -> None:
+        """Launch the copies out of the records that wait for it, together where their leases allow it."""
+        if not self._batch:
+            return
+        references, self._batch, self._batch_bytes = self._batch, [], 0
+        together: list[Record] = []
+        with self.backend.unseen():
+            for reference in references:
+                record = reference()
+                if record is None or record.stays or record.is_protected or not self._may_leave(record):
+                    continue
+                if self._takes_lease(record):
+                    together.append(record)
+            if together:
+                completion = offload_together(together, self.lanes.out)
+                self._launched(together, completion, sum([record.nbytes for record in together]))
+
+    def _takes_lease(self, record: Record) -> bool:
+        """Whether the record moves with its batch, with a lease of its own. Otherwise it stays, or is launched here."""
+        if record.out is None:
+            refusal = record.reserve()
+            if refusal is not None:
+                self.counters.keep(_REFUSED[refusal], record.nbytes)
+                return False
+            assert record.lease is not None, "just taken"
+            if self.far.moves_with_others(record.lease):
+                return True
+        self._launch_offload(record)
+        return False
+
+    def launch_batch(self, *, trims_window: bool) -> None:
+        """Launch the copies that wait for their batch: the scope that saved their values has ended."""
+        if self._batch:
+            with self._lock:
+                self._launch_batch()
+                if trims_window or self.config.device_bytes is None:
+                    self._make_room_in_window()
+
+    def _may_leave(self, record: Record) -> bool:
+        if record.residency is not Residency.DEVICE or record.is_wanted:
+            return False
+        # Bytes that are no longer the saved ones will never be handed out.
+        return record.source_is_unchanged is None or record.back is not None or record.source_is_unchanged()
 
     def _launch_offload(self, record: Record, stream: Stream | None = None) -> None:
-        if record.residency is not Residency.DEVICE or record.is_wanted:
+        if not self._may_leave(record):
             return
-        if record.source_is_unchanged is not None and record.back is None and not record.source_is_unchanged():
-            return  # its bytes are no longer the saved ones and will never be handed out
         had_copy = record.has_far_copy
         refusal = record.start_offload(stream)
         if refusal is not None:
             self.counters.keep(_REFUSED[refusal], record.nbytes)
             return
-        if self.counters.trace is not None:
-            self.counters.trace("offload", record)
-        if not had_copy:
-            self.counters.add("swapped_out_bytes", record.nbytes)
-            if record.tag is not None:
-                self.counters.add_to("bytes_by_tag", record.tag, record.nbytes)
-            self.clock.copied(record.out, record.nbytes, is_out=True)
-        self._in_flight.append((weakref.ref(record), record.nbytes))
-        self._in_flight_bytes += record.nbytes
+        self._launched((record,), None if had_copy else record.out, record.nbytes)
 
-    def _make_room_in_window(self) -> None:
-        """Memory first: past the window, compute is ordered after the oldest copy; what is done anyway goes too."""
+    def _launched(self, records: Sequence[Record], copy: Completion | None, nbytes: int) -> None:
+        """Count records that are in flight from now on. ``copy`` is None where a far copy existed before."""
+        for record in records:
+            if self.counters.trace is not None:
+                self.counters.trace("offload", record)
+            if copy is not None and record.tag is not None:
+                self.counters.add_to("bytes_by_tag", record.tag, record.nbytes)
+            self._in_flight.append((weakref.ref(record), record.nbytes))
+        self._in_flight_bytes += nbytes
+        if copy is not None:
+            self.counters.add("swapped_out_bytes", nbytes)
+            self.clock.copied(copy, nbytes, is_out=True)
+
+    def _make_room_in_window(self, *, looks_at_copies: bool = True) -> None:
+        """Memory first: past the window, compute is ordered after the oldest copy; what is done anyway goes too.
+
+        Without ``looks_at_copies`` nothing is asked of the device while the window is not full.
+        """
         while self._in_flight:
             reference, nbytes = self._in_flight[0]
             record = reference()
             if record is not None and record.residency is Residency.D2H:
                 assert record.out is not None, "a record in flight has a copy"
-                if not record.out.is_done():
-                    if self._in_flight_bytes <= self._window_limit or self._has_spare_room():
+                if self._in_flight_bytes + self._batch_bytes <= self._window_limit:
+                    if not looks_at_copies or not record.out.is_done():
                         return
-                    self.clock.stalled(record.out)
-                record.finish_offload()
-                if self.counters.trace is not None:
-                    self.counters.trace("drop", record)
+                elif self.config.device_bytes is not None and not record.out.is_done() and self._has_spare_room():
+                    return
+                self._drop(record, record.out)
             self._in_flight.popleft()
             self._in_flight_bytes -= nbytes
+
+    def _drop(self, record: Record, copy: Completion) -> None:
+        """Order compute after the copy out of a record, and let go of its device bytes."""
+        if not copy.is_ordered_before(record.stream):
+            self.clock.stalled(copy)
+        record.finish_offload()
+        if self.counters.trace is not None:
+            self.counters.trace("drop", record)
 
     def _has_spare_room(self, nbytes: int = 0) -> bool:
         """Whether the device would hold less than the user allows, with ``nbytes`` more on it."""
@@ -230,8 +312,9 @@ class Engine:
 
     def trim_window(self) -> None:
         """Check the window again: memory held by others (saved values, the end of a layer) may have grown."""
-        if self._in_flight_bytes > self._window_limit:
+        if self._batch or self._in_flight_bytes > self._window_limit:
             with self._lock:
+                self._launch_batch()
                 self._make_room_in_window()
 
     def launch_offload(self, record: Record, *, stream: Stream | None = None) -> None:
@@ -245,10 +328,7 @@ class Engine:
         with self._lock:
             if record.residency is Residency.D2H:
                 assert record.out is not None, "a record in flight has a copy"
-                self.clock.stalled(record.out)
-                record.finish_offload()
-                if self.counters.trace is not None:
-                    self.counters.trace("drop", record)
+                self._drop(record, record.out)
 
     def finish_copy_before_write(self, record: Record) -> bool:
         """An op is about to change the source bytes: order it after the copy out. False when there is no copy."""
@@ -274,7 +354,9 @@ class Engine:
             if forecast is None:
                 self._make_room_in_window()
             else:
-                forecast.touched.add(record)
+                if record.ahead_in is not None:
+                    record.ahead_in.asked(record)
+                forecast.touch(record)
                 self._run_ahead(forecast, record.group, least_bytes=self.prefetch_bytes)
             self._account()
         return device_bytes
@@ -284,7 +366,7 @@ class Engine:
 
         Where none of its values is ours (not ``is_near``), loads for later ones take room that is free, and no other.
         """
-        if not is_near and (self.config.device_bytes is None or not self._live):
+        if not is_near and (self.config.device_bytes is None or not self.live):
             return
         with self._lock:
             self._run_ahead(self._forecast_of(task), None, least_bytes=self.prefetch_bytes if is_near else 0)
@@ -299,7 +381,7 @@ class Engine:
             return None
         forecast = self._forecasts.get(task.key)
         if forecast is None:
-            far = [record for record in self._live if record.residency in (Residency.HOST, Residency.D2H)]
+            far = [record for record in self.live_records() if record.residency in (Residency.HOST, Residency.D2H)]
             forecast = Forecast(far, task.reach()) if far else Forecast((), lambda _first, _last: False)
             self._forecasts[task.key] = forecast
             task.at_end(functools.partial(self.end_of_task, task.key))
@@ -322,7 +404,8 @@ class Engine:
             self.counters.keep(_why_it_stayed(record), record.nbytes)
         if record.residency is Residency.H2D:
             assert record.back is not None, "a load is in flight"
-            self.clock.stalled(record.back, is_load=True)
+            if not record.back.is_ordered_before(record.stream):
+                self.clock.stalled(record.back, is_load=True)
             record.finish_load()
         else:
             record.note_reader()
@@ -336,20 +419,30 @@ class Engine:
             if not self.backend.is_out_of_memory(error) or not self._give_back_ahead():
                 raise
             record.start_load(stream)
-        self._loaded(record)
+        self._loaded((record,), record.back)
 
-    def _loaded(self, record: Record) -> None:
-        self.counters.add("swapped_in_bytes", record.nbytes)
-        self.clock.copied(record.back, record.nbytes, is_out=False)
+    def _loaded(self, records: Sequence[Record], copy: Completion | None) -> None:
+        nbytes = sum(record.nbytes for record in records)
+        self.counters.add("swapped_in_bytes", nbytes)
+        self.clock.copied(copy, nbytes, is_out=False)
         if self.counters.trace is not None:
-            self.counters.trace("load", record)
+            for record in records:
+                self.counters.trace("load", record)
 
     def _run_ahead(self, forecast: Forecast, group: object | None, *, least_bytes: int) -> None:
         """What is wanted next and has not left yet stays; then copies make room, and loads take it."""
         if forecast.upcoming() is None:
             self._make_room_in_window()
             return
-        here = soon = forecast.ahead_bytes()  # soon: with what is far and has its turn below
+        here = forecast.ahead_bytes()
+        if self._in_flight:
+            here = self._keep_wanted_soon(forecast, here, least_bytes=least_bytes)
+            self._make_room_in_window()
+        self._prefetch(forecast, group, here, least_bytes=least_bytes)
+
+    def _keep_wanted_soon(self, forecast: Forecast, here: int, *, least_bytes: int) -> int:
+        """What is wanted within ``least_bytes`` and has not left yet stays; the bytes that are ahead then."""
+        soon = here  # with what is far and is loaded next
         for record in forecast.next_ones():
             if soon >= least_bytes:
                 break
@@ -360,31 +453,65 @@ class Engine:
                 soon += record.nbytes
             elif record.residency is Residency.HOST:
                 soon += record.nbytes
-        self._make_room_in_window()
-        self._prefetch(forecast, group, here, least_bytes=least_bytes)
+        return here
 
     def _prefetch(self, forecast: Forecast, group: object | None, ahead: int, *, least_bytes: int) -> None:
+        """Load what is wanted next, in batches, until ``least_bytes`` are ahead. The last batch waits until it is whole."""
+        limit = min(_MOST_BATCH_BYTES, least_bytes // _BATCHES_IN_PREFETCH)
+        if ahead + limit > least_bytes and group is None and self.config.device_bytes is None:
+            return
         forced = () if group is None else (group, getattr(group, "before", None) or group)
+        batch: list[Record] = []
+        batch_bytes = 0
         while (record := forecast.upcoming()) is not None:
-            if ahead >= least_bytes and record.group not in forced and not self._has_spare_room(record.nbytes):
-                return
+            is_enough = ahead >= least_bytes and record.group not in forced
+            if is_enough and not self._has_spare_room(batch_bytes + record.nbytes):
+                break
             if record.residency is Residency.D2H:
                 # Wanted soon: what is still here need not go and come back.
                 record.cancel_offload()
                 forecast.loaded(record)
                 ahead += record.nbytes
             elif record.residency is Residency.HOST:
-                try:
-                    record.start_load()
-                except Exception as error:
-                    if self.backend.is_out_of_memory(error):
-                        return  # no room to run ahead; the value is brought when it is asked for
-                    raise
-                self._loaded(record)
-                forecast.loaded(record)
-                forecast.touched.add(record)
+                batch.append(record)
+                batch_bytes += record.nbytes
                 ahead += record.nbytes
             forecast.advance()
+            if batch_bytes >= max(1, limit):
+                if not self._load_ahead(forecast, batch):
+                    return
+                batch, batch_bytes = [], 0
+        self._load_ahead(forecast, batch)
+
+    def _load_ahead(self, forecast: Forecast, records: list[Record]) -> bool:
+        """Load records that were taken from the forecast. False where the device is full: the rest goes back to it."""
+        while records:
+            first = records[0]
+            can_join = [self._can_load_together(first, record) for record in records]
+            loaded: Sequence[Record] = records[: max(1, [*can_join, False].index(False))]
+            try:
+                if len(loaded) > 1:
+                    loaded, copy = load_together(loaded, self.lanes.back)
+                else:
+                    first.start_load()
+                    assert first.back is not None, "just queued"
+                    copy = first.back
+            except Exception as error:
+                forecast.put_back(records)
+                if self.backend.is_out_of_memory(error):
+                    return False  # no room to run ahead; the value is brought when it is asked for
+                raise
+            self._loaded(loaded, copy)
+            for record in loaded:
+                forecast.loaded(record)
+                forecast.touch(record)
+            records = records[len(loaded) :]
+        return True
+
+    def _can_load_together(self, first: Record, record: Record) -> bool:
+        if first.lease is None or record.lease is None or first.is_prepared or record.is_prepared:
+            return False
+        return first.lease.tier is record.lease.tier and self.far.moves_with_others(first.lease)
 
     def _give_back_ahead(self) -> bool:
         """The device is full: let go of what was brought ahead and not asked for. True when anything went."""
@@ -434,7 +561,7 @@ class Engine:
             forecast = self._forecasts.pop(key, None)
             if forecast is None:
                 return
-            for record in list(forecast.touched):
+            for record in forecast.touched():
                 record.is_wanted = False
                 self._drop_copied_bytes(record)
             self._make_room_in_window()
@@ -458,8 +585,7 @@ class Engine:
 
     def live_records(self) -> list[Record]:
         """The records that some graph still holds."""
-        with self._lock:
-            return list(self._live)
+        return [record for record in (reference() for reference in list(self.live.values())) if record is not None]
 
     @property
     def in_flight_bytes(self) -> int:

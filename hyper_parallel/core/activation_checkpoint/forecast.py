@@ -26,13 +26,18 @@ def prefetch_order(records: Iterable[Record], reach: Reach) -> list[Record]:
 
 
 class Forecast:
-    """The order for one backward, and how far ahead of it the loads are."""
+    """The order for one backward, and how far ahead of it the loads are.
+
+    ``departed`` takes the bytes of a record that died before it was asked for. Its destructor appends to it, on any thread and
+    without a lock.
+    """
 
     def __init__(self, records: Iterable[Record], reach: Reach) -> None:
         self._queue: deque[weakref.ref[Record]] = deque(map(weakref.ref, prefetch_order(records, reach)))
         self._ahead: list[weakref.ref[Record]] = []
-        self.touched: weakref.WeakSet[Record] = weakref.WeakSet()
-        self.seen_groups: set[object] = set()
+        self._ahead_bytes = 0
+        self._touched: list[weakref.ref[Record]] = []
+        self.departed: deque[int] = deque()
 
     def upcoming(self) -> Record | None:
         """The next live record that backward has not asked for yet; it stays at the head until :meth:`advance`."""
@@ -54,20 +59,41 @@ class Forecast:
         """Drop the head: its load was launched, or it needs none."""
         self._queue.popleft()
 
+    def put_back(self, records: Iterable[Record]) -> None:
+        """Their loads failed: they are the next ones again, in this order."""
+        self._queue.extendleft(map(weakref.ref, reversed(list(records))))
+
     def loaded(self, record: Record) -> None:
-        """Count ``record`` among the records loaded ahead of their use."""
+        """Count ``record`` among the records loaded ahead of their use, until :meth:`asked`."""
+        if record.ahead_in is not None:
+            record.ahead_in.asked(record)
+        record.ahead_in = self
         self._ahead.append(weakref.ref(record))
+        self._ahead_bytes += record.nbytes
+
+    def asked(self, record: Record) -> None:
+        """Backward has asked for a record that was loaded ahead."""
+        record.ahead_in = None
+        self._ahead_bytes -= record.nbytes
 
     def ahead(self) -> list[Record]:
         """Records that were loaded and not asked for yet."""
-        live = [(reference, reference()) for reference in self._ahead]
-        kept = [(reference, record) for reference, record in live if record is not None and not record.is_wanted]
-        self._ahead = [reference for reference, _ in kept]
-        return [record for _, record in kept]
+        records = (reference() for reference in self._ahead)
+        return [record for record in records if record is not None and record.ahead_in is self]
 
     def ahead_bytes(self) -> int:
         """The same, in bytes."""
-        return sum(record.nbytes for record in self.ahead())
+        while self.departed:
+            self._ahead_bytes -= self.departed.popleft()
+        return self._ahead_bytes
+
+    def touch(self, record: Record) -> None:
+        """Remember a record that this backward has used or loaded."""
+        self._touched.append(weakref.ref(record))
+
+    def touched(self) -> list[Record]:
+        """The living ones among them."""
+        return [record for record in (reference() for reference in self._touched) if record is not None]
 
 
 def everything_below(position: Position) -> Reach:

@@ -77,7 +77,10 @@ class Packer:
         return None
 
     def flush(self) -> None:
-        """The scope has ended: add what was counted in it to the statistics."""
+        """The scope has ended: launch the copies that wait for more, and add what was counted to the statistics."""
+        for engine in self._engines.values():
+            if engine is not None:
+                engine.launch_batch(trims_window=self.position is None)
 
     # ------------------------------------------------------------------ keep or swap
 

@@ -6,7 +6,8 @@ dies, and that is the only release there is.
 
 Theory of operation: four orders, each a line below
 ---------------------------------------------------
-1. *A copy out starts after the producer*: the tier orders the outgoing stream after ``ready``.
+1. *A copy out starts after the producer*: the tier orders the outgoing stream after an event that is recorded on the
+   producer's stream when the copy is launched.
 2. *Device bytes are dropped after the copy out*: their own stream is ordered after ``out`` before our reference goes.
 3. *A load writes after the buffer is ours*: the incoming stream is ordered after an event recorded behind the
    allocation, because the allocator may hand out a block whose last kernels have not run yet.
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -26,6 +28,7 @@ from hyper_parallel.core.activation_checkpoint.adapter import (
     Event,
     FlatBytes,
     Stream,
+    StreamCompletion,
     Tensor,
 )
 from hyper_parallel.core.activation_checkpoint.far.memory import unchecked
@@ -35,6 +38,7 @@ from hyper_parallel.errors import FarMemoryError
 
 if TYPE_CHECKING:
     from hyper_parallel.core.activation_checkpoint.engine import Engine
+    from hyper_parallel.core.activation_checkpoint.forecast import Forecast
 
 __all__ = ["Lanes", "Position", "Record"]
 
@@ -72,6 +76,7 @@ class Record:
         "_foreign_streams",
         "_is_ordered",
         "_prepared",
+        "ahead_in",
         "back",
         "device_bytes",
         "engine",
@@ -83,7 +88,6 @@ class Record:
         "nbytes",
         "out",
         "position",
-        "ready",
         "residency",
         "shares",
         "snapshot_is_exact",
@@ -120,7 +124,6 @@ class Record:
         self.storage_key = storage_key
         self.residency = Residency.DEVICE
         self.stream: Stream = engine.backend.current_stream()
-        self.ready: Event = engine.backend.record_event(self.stream)
         self.lease: Lease | None = None
         self.out: Completion | None = None
         self.back: Completion | None = None
@@ -130,7 +133,9 @@ class Record:
         self.shares = 0  # saves beyond the first that this record serves
         self.source_is_unchanged = source_is_unchanged
         self.snapshot_is_exact = False  # the far copy was ordered before anything that changed the source
+        self.ahead_in: Forecast | None = None  # the forecast that had it loaded and has not asked for it yet
         engine.ledger.append(nbytes)
+        engine.live[id(self)] = weakref.ref(self)
         self.is_wanted = False  # unpacked by the backward that runs now
 
     @property
@@ -155,26 +160,35 @@ class Record:
         self.residency = target
         return None
 
+    def reserve(self) -> Refusal | None:
+        """Take a lease for the copy out. Where an earlier copy failed, its lease is still ours."""
+        if self.lease is None:
+            lease = self.engine.far.reserve(self.engine.backend, self.nbytes)
+            if isinstance(lease, Refusal):
+                return lease
+            self.lease = lease
+        return None
+
     def _write(self, lane: Stream) -> Refusal | None:
         engine = self.engine
         with engine.backend.unseen():
-            if self.lease is None:  # else an earlier copy failed, and its room is still ours
-                lease = engine.far.reserve(engine.backend, self.nbytes)
-                if isinstance(lease, Refusal):
-                    return lease
-                self.lease = lease
+            refusal = self.reserve()
+            if refusal is not None:
+                return refusal
+            assert self.lease is not None, "just taken"
             try:
+                ready = engine.backend.record_event(self.stream)
                 self.out = engine.far.write(
-                    self.lease, self.device_bytes, backend=engine.backend, stream=lane, ready=self.ready
+                    self.lease, self.device_bytes, backend=engine.backend, stream=lane, ready=ready
                 )
             except MemoryError:
                 return Refusal.NO_SPACE
             except BaseException:
-                self._wait_for_lane(lane)
+                self.wait_for_lane(lane)
                 raise
         return None
 
-    def _wait_for_lane(self, lane: Stream) -> None:
+    def wait_for_lane(self, lane: Stream) -> None:
         """A copy failed half-way, or an interrupt came between two lines: wait for what was queued, nothing else waits for it."""
         backend = self.engine.backend
         with contextlib.suppress(Exception):  # the caller's error is the one to hear of
@@ -220,18 +234,28 @@ class Record:
         assert self._prepared is not None, "just made"
         buffer, allocated, owner = self._prepared
         lane = engine.lanes.back if stream is None else stream
-        self.out.order(lane)
+        if not isinstance(self.out, StreamCompletion):  # a host tier orders the lane itself, behind the buffer
+            self.out.order(lane)
         try:
             with engine.backend.unseen():
                 self.back = engine.far.read(self.lease, buffer, backend=engine.backend, stream=lane, ready=allocated)
             self._prepared = None
-            self._is_ordered = False
-            self.stream = owner
-            self.device_bytes = buffer
+            self.receive(buffer, owner)
             self.residency = target
         except BaseException:
-            self._wait_for_lane(lane)
+            self.wait_for_lane(lane)
             raise
+
+    def receive(self, buffer: FlatBytes, owner: Stream) -> None:
+        """Hold the buffer that a queued load fills; ``owner`` is the stream from whose pool it was taken."""
+        self._is_ordered = False
+        self.stream = owner
+        self.device_bytes = buffer
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the buffer of the next load was taken already."""
+        return self._prepared is not None
 
     def finish_load(self) -> None:
         """Order the current stream after the load; from here on its kernels may read the bytes."""
@@ -261,7 +285,8 @@ class Record:
         """Nothing queued later on the owner stream may run before every copy and every foreign reader is done."""
         copy = self.out if self.back is None else self.back  # the last one that touches these very bytes
         if copy is not None and not self._is_ordered:
-            copy = unchecked(copy)
+            if copy.__class__ is not StreamCompletion:
+                copy = unchecked(copy)
             copy.order(self.stream)
             # The source is the user's: it may come from the pool of another stream than saved it.
             if self.back is None and (stream := self.engine.backend.current_stream()) != self.stream:
@@ -274,15 +299,20 @@ class Record:
         # Runs on whatever thread drops the last handle, at any point, also inside the engine: it takes no lock.
         if sys.is_finalizing() or not hasattr(self, "is_wanted"):
             return
+        self.engine.live.pop(id(self), None)
         try:
             if self.device_bytes is not None:
                 # Plain host memory is held by the copy itself, and has no stream-ordered pool to return to.
                 if not self.engine.backend.is_host_memory:
-                    with contextlib.suppress(FarMemoryError):  # a failed copy of bytes that nobody wants any more
+                    try:  # noqa: SIM105  # a context manager costs more than all of this
                         self._order_owner()
+                    except FarMemoryError:  # a failed copy of bytes that nobody wants any more
+                        pass
                 self._drop_device_bytes()
             if self._prepared is not None:
                 self.engine.ledger.append(-self.nbytes)
+            if self.ahead_in is not None:
+                self.ahead_in.departed.append(self.nbytes)
         finally:  # an interrupt may land here
             if self.lease is not None:
                 self.engine.far.release(self.lease, self.back if self.back is not None else self.out)

@@ -116,7 +116,7 @@ class Counters:
     def add(self, field: str, amount: float) -> None:
         """Add to one plain total."""
         with self._lock:
-            setattr(self, field, getattr(self, field) + amount)
+            self.__dict__[field] += amount
 
     def add_to(self, field: str, key: str, amount: int = 1) -> None:
         """Add to one entry of a table."""

@@ -83,8 +83,11 @@ class LinkClock:
 
     def stalled(self, completion: Completion, *, is_load: bool = False) -> None:
         """Compute is about to be ordered after a copy: from this moment on it may have to wait for it."""
-        if isinstance(completion, StreamCompletion) and not completion.is_done():
-            arrival = self._backend.record_event(self._backend.current_stream(), timing=True)
+        if not isinstance(completion, StreamCompletion):
+            return
+        stream = self._backend.current_stream()
+        if not completion.is_ordered_before(stream) and not completion.is_done():
+            arrival = self._backend.record_event(stream, timing=True)
             self._stalls.append((arrival, completion.end, is_load))
             if self._open_timeline is not None:
                 self._open_timeline.stalls.append((arrival, completion.end))

@@ -12,6 +12,7 @@ from torch import nn
 
 import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy
+from hyper_parallel.core.activation_checkpoint import engine
 from hyper_parallel.core.activation_checkpoint.swap import SwapTensor
 from hyper_parallel.simulation.simulation import Simulation
 from hyper_parallel.simulation.streams import SimulatedEvent, SimulatedStream
@@ -153,10 +154,14 @@ def room_under_a_load(sim: Simulation | None) -> list[torch.Tensor]:
         out = swapped(Sines(5), sim)(middle)
         with pytest.raises(ArithmeticError, match="told to"):
             out.sum().backward()
-        y = leaf(floats)
-        half = swapped(Sines(4), sim)(y)
+        side = other_stream(sim)  # what the first stream lets go does not order it after the loads
+        with on_stream(sim, side):
+            y = leaf(floats)
+            half = swapped(Sines(4), sim)(y)
         del out, middle
-        swapped(Sines(4), sim)(half).sum().backward()
+        with on_stream(sim, side):
+            swapped(Sines(4), sim)(half).sum().backward()
+        wait_for(sim, side)
     return [y.grad]
 
 
@@ -231,6 +236,44 @@ def a_reader_on_a_stream_that_never_saw_the_load(sim: Simulation | None) -> list
     return [twice]
 
 
+@contextlib.contextmanager
+def _small_batches() -> Iterator[None]:
+    """A batch may have as many bytes as the window and the prefetch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "_BATCHES_IN_WINDOW", 1)
+        patch.setattr(engine, "_BATCHES_IN_PREFETCH", 1)
+        yield
+
+
+def one_step_in_batches(sim: Simulation | None) -> list[torch.Tensor]:
+    x = leaf()
+    with _small_batches():
+        swapped(Sines(7), sim)(x).sum().backward()
+    return [x.grad]
+
+
+def two_steps_in_batches(sim: Simulation | None) -> list[torch.Tensor]:
+    """The second step's copies out use the room of the first step's loads."""
+    layer, gradients = swapped(Sines(4), sim), []
+    with _small_batches(), _host_that_looks_too_early(sim):
+        for _ in range(2):
+            x = leaf()
+            layer(x).sum().backward()
+            gradients.append(x.grad)
+    return gradients
+
+
+def a_graph_dies_in_batches(sim: Simulation | None) -> list[torch.Tensor]:
+    with _small_batches():
+        swapped(Sines(5), sim)(leaf())
+    return [torch.ones(4) + 1]
+
+
+def a_part_of_the_graph_in_batches(sim: Simulation | None) -> list[torch.Tensor]:
+    with _small_batches():
+        return a_part_of_the_graph(sim)
+
+
 def _program(
     steps: Callable[[Simulation | None], list[torch.Tensor]], faults: tuple[str, ...] = FAULTS, **settings: Any
 ) -> Program:
@@ -258,4 +301,8 @@ PROGRAMS = (
     _program(a_load_on_another_stream, window_bytes=1, prefetch_bytes=0),
     _program(a_reader_on_another_stream, window_bytes=0, prefetch_bytes=0),
     _program(a_reader_on_a_stream_that_never_saw_the_load, window_bytes=0, prefetch_bytes=0),
+    _program(one_step_in_batches, window_bytes=3, prefetch_bytes=3),
+    _program(two_steps_in_batches, window_bytes=2, prefetch_bytes=2, host_limit=4096),
+    _program(a_graph_dies_in_batches, window_bytes=3, prefetch_bytes=0),
+    _program(a_part_of_the_graph_in_batches, window_bytes=2, prefetch_bytes=2),
 )

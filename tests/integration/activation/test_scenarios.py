@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import hyper_parallel as hp
+from hyper_parallel.core.activation_checkpoint import engine
 from hyper_parallel.errors import InPlaceChangeError
 from hyper_parallel.testing import simulated_accelerator
 
@@ -44,6 +45,38 @@ def test_bitwise_when_copies_are_as_late_as_can_be(name: str, kind: Kind) -> Non
 def test_bitwise_when_the_tail_stays(name: str, kind: Kind) -> None:
     check(name, kind, timing="lazy", **WITH_TAIL)
     check(name, kind, timing="random", seed=len(name), **SMALL_WINDOW)
+
+
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors here are tiny, and so are the windows: batches may be as large as these."""
+    monkeypatch.setattr(engine, "_BATCHES_IN_WINDOW", 1)
+    monkeypatch.setattr(engine, "_BATCHES_IN_PREFETCH", 1)
+
+
+@pytest.mark.usefixtures("small_batches")
+@pytest.mark.parametrize("kind", SEEDED, ids=repr)
+@pytest.mark.parametrize("name", sorted(SCENARIOS))
+def test_bitwise_when_copies_are_launched_together(name: str, kind: Kind) -> None:
+    check(name, kind, timing="lazy", **SMALL_WINDOW)
+    check(name, kind, timing="random", seed=len(name), **WITH_TAIL)
+
+
+@pytest.mark.usefixtures("small_batches")
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.name in ("swap", "all_swapped")], ids=repr)
+def test_copies_are_launched_together_in_both_directions(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: dict[str, int] = {}
+    for name in ("offload_together", "load_together"):
+        launch = getattr(engine, name)
+
+        def noted(records: Any, lane: Any, name: str = name, launch: Any = launch) -> Any:
+            launched[name] = max(len(records), launched.get(name, 0))
+            return launch(records, lane)
+
+        monkeypatch.setattr(engine, name, noted)
+    check("one_step", kind, timing="lazy", **SMALL_WINDOW)
+    assert set(launched) == {"offload_together", "load_together"}
+    assert min(launched.values()) > 1
 
 
 @pytest.mark.long

@@ -132,7 +132,7 @@ def test_past_the_window_compute_waits_for_the_oldest_copy(num_in_window: int) -
 
 
 def test_what_is_done_is_dropped_before_the_window_is_full() -> None:
-    with simulated_accelerator(timing="eager", window_bytes=10**6) as sim:
+    with simulated_accelerator(timing="eager", window_bytes=9 * UNIT) as sim:
         out = hp.swap_wrapper(Sines(4))(unit())
         assert names(sim.events) == ["offload", "drop"] * 4
         out.sum().backward()

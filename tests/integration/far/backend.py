@@ -7,6 +7,7 @@ is done when the work before it was. A stream that is held stands still, which m
 from __future__ import annotations
 
 import collections
+import contextlib
 import queue
 import random
 import threading
@@ -98,6 +99,9 @@ class TorchBackend:
             raise MemoryError(f"this host has {self.host_has} bytes")
         self.host_allocations.append((nbytes, pinned))
         return torch.empty(nbytes, dtype=torch.uint8)
+
+    def on_stream(self, stream: ThreadStream) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, stream: ThreadStream) -> None:
         assert destination.shape == source.shape

@@ -142,6 +142,9 @@ class FakeDevice:
             raise MemoryError(f"the fake host has {self.host_bytes} bytes")
         return memoryview(bytearray(b"?" * nbytes))
 
+    def on_stream(self, stream: FakeStream) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def copy(self, destination: memoryview, source: memoryview, stream: FakeStream) -> None:
         if self.copy_fails is not None:
             error, self.copy_fails = self.copy_fails, None

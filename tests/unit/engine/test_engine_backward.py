@@ -35,7 +35,6 @@ def test_the_calls_of_a_miss() -> None:
     assert schedule.device.take_log() == [
         "compute: allocate 64",
         "compute: record e5",
-        "back: wait e3",
         "back: wait e5",
         "back: wait e3",
         "back: copy 64",

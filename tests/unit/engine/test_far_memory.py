@@ -8,6 +8,7 @@ import pytest
 
 from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.adapter import Completion
+from hyper_parallel.core.activation_checkpoint.far.arena import Arena
 from hyper_parallel.core.activation_checkpoint.far.host import HostBudget, HostTier
 from hyper_parallel.core.activation_checkpoint.far.memory import FarMemory, Overflow
 from hyper_parallel.core.activation_checkpoint.far.tier import Lease, Refusal
@@ -157,6 +158,26 @@ def test_room_whose_copy_is_done_is_lent_without_an_order() -> None:
     bench.device.take_log()
     bench.write(second, b"b" * PAGE)
     assert bench.device.take_log() == ["compute: record e4", "out: wait e4", "out: copy 4096", "out: record e5"]
+
+
+def test_a_lease_of_a_size_that_was_released_looks_at_one_copy_however_many_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(host_limit=2**20)
+    leases = [bench.reserve(512) for _ in range(100)]
+    for lease in leases:
+        bench.far.release(lease, bench.write(lease, b"a" * 512))
+    held = bench.held_bytes()
+    looks: list[object] = []
+    calls: list[int] = []
+    is_done, take = bench.device.event_is_done, Arena.take
+    monkeypatch.setattr(bench.device, "event_is_done", lambda event: (looks.append(event), is_done(event))[1])
+    monkeypatch.setattr(Arena, "take", lambda arena, nbytes: (calls.append(nbytes), take(arena, nbytes))[1])
+    num_free = held // 512 - 100
+    again = [bench.reserve(512) for _ in range(100)]
+    assert len(calls) == num_free, "what is free is lent first, and then the arena is not asked"
+    assert (len(looks), bench.held_bytes()) == (100 + num_free, held)
+    assert len({id(lease.extent) for lease in again}) == 100
 
 
 def test_small_copies_are_timed_one_in_sixteen_and_large_ones_always() -> None:

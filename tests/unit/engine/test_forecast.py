@@ -70,16 +70,26 @@ def test_bytes_ahead_are_those_brought_and_not_asked_for() -> None:
     for record in records:
         forecast.loaded(record)
     assert (tags(forecast.ahead()), forecast.ahead_bytes()) == (["a", "b", "c"], 3 * UNIT)
-    records[2].is_wanted = True
+    forecast.asked(records[2])
     assert forecast.ahead_bytes() == 2 * UNIT
     del record, records[0]
     assert (tags(forecast.ahead()), forecast.ahead_bytes()) == (["b"], UNIT)
+
+
+def test_a_record_that_two_backwards_bring_is_ahead_of_the_last_one_only() -> None:
+    records = saved(("a", 1, 0))
+    first, second = Forecast(records, everything), Forecast(records, everything)
+    first.loaded(records[0])
+    second.loaded(records[0])
+    assert (first.ahead_bytes(), first.ahead(), second.ahead_bytes(), second.ahead()) == (0, [], UNIT, records)
+    records.clear()
+    assert (first.ahead_bytes(), second.ahead_bytes()) == (0, 0)
 
 
 def test_a_forecast_keeps_no_record_alive() -> None:
     records = saved(("a", 1, 0))
     forecast = Forecast(records, everything)
     forecast.loaded(records[0])
-    forecast.touched.add(records[0])
+    forecast.touch(records[0])
     records.clear()
-    assert (forecast.upcoming(), forecast.ahead(), list(forecast.touched)) == (None, [], [])
+    assert (forecast.upcoming(), forecast.ahead(), forecast.touched()) == (None, [], [])

@@ -56,6 +56,10 @@ class DiskCompletion:
         """See :class:`~hyper_parallel.core.activation_checkpoint.adapter.Completion`."""
         return self._queued.is_set() and (self._event is None or self._backend.event_is_done(self._event))
 
+    def is_ordered_before(self, stream: Stream) -> bool:
+        """See :class:`~hyper_parallel.core.activation_checkpoint.adapter.Completion`."""
+        return False
+
     def order(self, stream: Stream) -> None:
         """Hold the caller until the worker queued its last piece, then order ``stream`` after it."""
         self._wait_for_worker()

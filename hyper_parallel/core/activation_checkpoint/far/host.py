@@ -24,8 +24,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import threading
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Final
 
 from hyper_parallel.core.activation_checkpoint.adapter import (
@@ -36,53 +35,14 @@ from hyper_parallel.core.activation_checkpoint.adapter import (
     Stream,
     StreamCompletion,
 )
-from hyper_parallel.core.activation_checkpoint.far.arena import Arena, SlabRange
+from hyper_parallel.core.activation_checkpoint.far.pool import HostBudget, HostExtent, Pool
 from hyper_parallel.core.activation_checkpoint.far.tier import Lease, Refusal, TierStatistics
 from hyper_parallel.errors import FarMemoryError
 
 __all__ = ["HostBudget", "HostTier"]
 
-GRANULE_BYTES: Final = 512
-PAGE_BYTES: Final = 4096
-SLAB_BYTES: Final = 64 * 2**20  # small requests grow the pool by about this much at once, where the slack allows it
 TIMED_BYTES: Final = 16 * 2**20  # smaller copies are timed now and then: an event costs as much as their launch
 TIMED_EVERY: Final = 16
-SLACK_DIVISOR: Final = 32  # a pool may hold 1/32 more than its live peak: below the promised 5 %
-
-
-class HostBudget:
-    """The most host memory that some tiers may hold together, and the lock that makes it exact."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.held_bytes = 0
-        self.lock = threading.Lock()
-        self._pools: list[_Pool] = []
-
-    @property
-    def left_bytes(self) -> int:
-        """What may still be taken. The caller holds the lock."""
-        return self.limit_bytes - self.held_bytes
-
-    def charge(self, nbytes: int) -> bool:
-        """Count host memory that is taken beside the pools, or answer that the cap forbids it."""
-        with self.lock:
-            self.reclaim(nbytes, keep=None)
-            if nbytes > self.left_bytes:
-                return False
-            self.held_bytes += nbytes
-            return True
-
-    def refund(self, nbytes: int) -> None:
-        """Host memory that was charged is gone again."""
-        with self.lock:
-            self.held_bytes -= nbytes
-
-    def reclaim(self, nbytes: int, *, keep: _Pool | None) -> None:
-        """Give idle slabs of all pools but ``keep`` back until ``nbytes`` fit. The caller holds the lock."""
-        for pool in self._pools:
-            if pool is not keep and nbytes > self.left_bytes:
-                pool.drop_idle_slabs(nbytes - self.left_bytes)
 
 
 class HostTier:
@@ -94,7 +54,8 @@ class HostTier:
         self._budget = budget
         # By kind and name of device: a slab is a tensor of one framework, and space is reused without asking another
         # device how far its streams are.
-        self._pools: dict[tuple[type, str], _Pool] = {}
+        self._pools: dict[tuple[type, str], Pool] = {}
+        self._last: tuple[DeviceBackend, Pool] | None = None  # of the last lease
         self._released: collections.deque[tuple[Lease, Completion | None]] = collections.deque()
         self._closed = False
         self._live_bytes = self._peak_live_bytes = self._peak_held_bytes = 0
@@ -108,9 +69,10 @@ class HostTier:
             raise ValueError(f"HostTier.reserve: expected at least 1 byte, got {nbytes}")
         while True:
             with self._budget.lock:
-                self._drain()
+                if self._released:
+                    self._drain()
                 answer = self._try_reserve(backend, nbytes)
-            if isinstance(answer, Lease | Refusal):
+            if isinstance(answer, (Lease, Refusal)):  # a union would be made at every call
                 return answer
             with contextlib.suppress(Exception):  # a copy that failed has ended too, and its owner was told
                 answer.wait()
@@ -119,36 +81,61 @@ class HostTier:
         self, lease: Lease, source: FlatBytes, *, backend: DeviceBackend, stream: Stream, ready: Event
     ) -> Completion:
         """Queue the copy out, after ``ready`` and after the last copy that used the same space."""
-        extent: _HostExtent = lease.extent
-        backend.wait_event(stream, ready)
-        for completion in extent.free_after:
-            completion.order(stream)
-        extent.free_after = ()
-        start = self._start(backend, stream, lease.nbytes)
-        for host, part in extent.parts(source):
-            backend.copy(host, part, stream)
-        extent.written = StreamCompletion(backend, start, backend.record_event(stream, timing=True))
-        with self._budget.lock:
-            self._written_bytes += lease.nbytes
-        return extent.written
+        return self.write_together([(lease, source)], backend=backend, stream=stream, ready=ready)
 
     def read(
         self, lease: Lease, target: FlatBytes, *, backend: DeviceBackend, stream: Stream, ready: Event
     ) -> Completion:
         """Queue the copy back, after ``ready`` and after the copy out."""
-        extent: _HostExtent = lease.extent
-        if extent.written is None:
-            raise FarMemoryError(
-                f"{self.name}: cannot read a lease of {lease.nbytes} bytes; because nothing was written to it"
-            )
+        return self.read_together([(lease, target)], backend=backend, stream=stream, ready=ready)
+
+    def write_together(
+        self, pieces: Sequence[tuple[Lease, FlatBytes]], *, backend: DeviceBackend, stream: Stream, ready: Event
+    ) -> Completion:
+        """Queue the copies out of several sources. One event ends them all; each piece has its own space."""
         backend.wait_event(stream, ready)
-        extent.written.order(stream)
-        start = self._start(backend, stream, lease.nbytes)
-        for host, part in extent.parts(target):
-            backend.copy(part, host, stream)
+        nbytes = 0
+        copies: list[tuple[FlatBytes, FlatBytes]] = []
+        for lease, source in pieces:
+            nbytes += lease.nbytes
+            copies += lease.extent.parts(source)
+            for completion in lease.extent.free_after:
+                completion.order(stream)
+        start = self._start(backend, stream, nbytes)
+        with backend.on_stream(stream):
+            for host, part in copies:
+                backend.copy(host, part, stream)
+        written = StreamCompletion(backend, start, backend.record_event(stream, timing=True))
+        for lease, _ in pieces:
+            lease.extent.written = written
+            lease.extent.free_after = ()
+        with self._budget.lock:
+            self._written_bytes += nbytes
+        return written
+
+    def read_together(
+        self, pieces: Sequence[tuple[Lease, FlatBytes]], *, backend: DeviceBackend, stream: Stream, ready: Event
+    ) -> Completion:
+        """Queue the copies back into several targets. One event ends them all."""
+        nbytes = 0
+        for lease, _ in pieces:
+            nbytes += lease.nbytes
+            if lease.extent.written is None:
+                raise FarMemoryError(
+                    f"{self.name}: cannot read a lease of {lease.nbytes} bytes; because nothing was written to it"
+                )
+        backend.wait_event(stream, ready)
+        copies: list[tuple[FlatBytes, FlatBytes]] = []
+        for lease, target in pieces:
+            lease.extent.written.order(stream)
+            copies += lease.extent.parts(target)
+        start = self._start(backend, stream, nbytes)
+        with backend.on_stream(stream):
+            for host, part in copies:
+                backend.copy(part, host, stream)
         end = backend.record_event(stream, timing=True)
         with self._budget.lock:
-            self._read_bytes += lease.nbytes
+            self._read_bytes += nbytes
         return StreamCompletion(backend, start, end)
 
     def _start(self, backend: DeviceBackend, stream: Stream, nbytes: int) -> Event | None:
@@ -166,7 +153,7 @@ class HostTier:
 
     def host_bytes(self, lease: Lease) -> FlatBytes | None:
         """The bytes of a lease that lies in one piece."""
-        extent: _HostExtent = lease.extent
+        extent: HostExtent = lease.extent
         return extent.hosts[0] if len(extent.hosts) == 1 else None
 
     def statistics(self) -> TierStatistics:
@@ -193,6 +180,7 @@ class HostTier:
             self._drain()
             in_flight = [space.after for pool in self._pools.values() for space in pool.in_flight]
         for completion in in_flight:
+            assert completion is not None, "space in flight has a copy"
             with contextlib.suppress(Exception):  # its owner was told
                 completion.wait()
         with self._budget.lock:
@@ -214,7 +202,7 @@ class HostTier:
     def _drain(self) -> None:
         while self._released:
             lease, after = self._released.popleft()
-            extent: _HostExtent = lease.extent
+            extent: HostExtent = lease.extent
             self._live_bytes -= lease.nbytes
             extent.pool.take_back(extent, after)
         if self._closed:
@@ -235,23 +223,27 @@ class HostTier:
             extent = pool.lend(backend, nbytes) if refusal is None else None
         if extent is not None:
             self._live_bytes += nbytes
-            self._peak_live_bytes = max(self._peak_live_bytes, self._live_bytes)
+            if self._live_bytes > self._peak_live_bytes:
+                self._peak_live_bytes = self._live_bytes
             return Lease(self, nbytes, extent)
         assert refusal is not None
-        if pool.in_flight and pool.arena.free_bytes + pool.in_flight_bytes >= nbytes:
-            return pool.in_flight[0].after
+        if pool.arena.free_bytes + pool.in_flight_bytes >= nbytes and (oldest := pool.oldest_copy()) is not None:
+            return oldest
         self._refusals += 1
         return refusal
 
-    def _pool_for(self, backend: DeviceBackend) -> _Pool:
+    def _pool_for(self, backend: DeviceBackend) -> Pool:
+        if self._last is not None and self._last[0] is backend:
+            return self._last[1]
         key = (type(backend), backend.name)
         if key not in self._pools:
-            pool = _Pool(self._budget)
+            pool = Pool(self._budget)
             self._pools[key] = pool
-            self._budget._pools.append(pool)
+            self._budget.pools.append(pool)
+        self._last = backend, self._pools[key]
         return self._pools[key]
 
-    def _grow(self, pool: _Pool, backend: DeviceBackend, wanted_bytes: int) -> Refusal | None:
+    def _grow(self, pool: Pool, backend: DeviceBackend, wanted_bytes: int) -> Refusal | None:
         preferred, needed = pool.growth_bytes(backend, wanted_bytes)
         self._budget.reclaim(preferred, keep=pool)
         if needed > self._budget.left_bytes:
@@ -270,210 +262,3 @@ class HostTier:
             self._peak_held_bytes = max(self._peak_held_bytes, held)
             return None
         return Refusal.NO_SPACE
-
-
-class _ReleasedSpace:
-    """Ranges that were released while their last copy was still queued."""
-
-    __slots__ = ("after", "backend", "nbytes", "ranges")
-
-    def __init__(self, ranges: tuple[SlabRange, ...], after: Completion, backend: DeviceBackend) -> None:
-        self.ranges = ranges
-        self.after = after
-        self.backend = backend
-        self.nbytes = sum(part.nbytes for part in ranges)
-
-
-class _AllOf:
-    """The moment after which several copies have ended."""
-
-    def __init__(self, copies: tuple[Completion, ...]) -> None:
-        self._copies = copies
-
-    def is_done(self) -> bool:
-        return all(copy.is_done() for copy in self._copies)
-
-    def order(self, stream: Stream) -> None:
-        for copy in self._copies:
-            copy.order(stream)
-
-    def wait(self) -> None:
-        for copy in self._copies:
-            copy.wait()
-
-
-class _HostExtent:
-    """Where the bytes of a lease are, and what has to happen before they are written or read."""
-
-    __slots__ = ("_nbytes", "backend", "free_after", "hosts", "pool", "ranges", "written")
-
-    def __init__(
-        self,
-        pool: _Pool,
-        backend: DeviceBackend,
-        nbytes: int,
-        ranges: tuple[SlabRange, ...],
-        free_after: tuple[Completion, ...],
-    ) -> None:
-        self.pool = pool
-        self.backend = backend
-        self.ranges = ranges
-        self.free_after = free_after
-        self.written: StreamCompletion | None = None
-        self._nbytes = nbytes
-        # The slices keep the slab alive, so that a lease outlives its tier.
-        self.hosts: list[FlatBytes] = []
-        left = nbytes
-        for part in ranges:
-            self.hosts.append(pool.slabs[part.slab][part.start : part.start + min(part.nbytes, left)])
-            left -= part.nbytes
-
-    def parts(self, device: FlatBytes) -> Iterator[tuple[FlatBytes, FlatBytes]]:
-        """Each piece of host memory beside the part of the device's bytes that belongs there."""
-        if len(self.hosts) == 1:
-            yield self.hosts[0], device
-            return
-        at = 0
-        for host, part in zip(self.hosts, self.ranges):
-            end = min(at + part.nbytes, self._nbytes)
-            yield host, device[at:end]
-            at = end
-
-
-class _Pool:
-    """The slabs of one device in one tier. Every call is made with the budget's lock held."""
-
-    def __init__(self, budget: HostBudget) -> None:
-        self.arena = Arena(GRANULE_BYTES)
-        self.slabs: dict[int, FlatBytes] = {}
-        self.in_flight: collections.deque[_ReleasedSpace] = collections.deque()  # oldest first
-        self.in_flight_bytes = 0
-        self._budget = budget
-        self._peak_used_bytes = 0
-
-    @property
-    def used_bytes(self) -> int:
-        """Lent and not released, in granules."""
-        return self.arena.lent_bytes - self.in_flight_bytes
-
-    def lend(self, backend: DeviceBackend, nbytes: int) -> _HostExtent | None:
-        """From what is free, else from what streams of this device will have freed by then; None: grow or wait."""
-        while self.in_flight and self.in_flight[0].after.is_done():
-            self._collect(self.in_flight.popleft())
-        ranges, after = self._take(backend, nbytes)
-        if ranges is None and self.in_flight:
-            self.collect_all()
-            ranges, after = self._take(backend, nbytes)
-        if ranges is None:
-            return None
-        self._peak_used_bytes = max(self._peak_used_bytes, self.used_bytes)
-        return _HostExtent(self, backend, nbytes, ranges, after)
-
-    def _take(self, backend: DeviceBackend, nbytes: int) -> tuple[tuple[SlabRange, ...] | None, tuple[Completion, ...]]:
-        """Free space alone, else with space under copies of this device; None exactly where both together are too few."""
-        ranges = self.arena.take(nbytes)
-        return (ranges, ()) if ranges is not None else self._borrow(backend, self.arena.round_up(nbytes))
-
-    def take_back(self, extent: _HostExtent, after: Completion | None) -> None:
-        """The lease is over; its space is free once its last copy is."""
-        last = extent.written if after is None else after
-        # Space that was borrowed and never written is still under the copies it was borrowed from.
-        copies = extent.free_after if last is None else (last,)
-        unfinished = tuple(copy for copy in copies if not copy.is_done())
-        ranges, extent.ranges = extent.ranges, ()
-        extent.hosts = []
-        if not unfinished:
-            self.arena.give(ranges)
-            return
-        space = _ReleasedSpace(ranges, unfinished[0] if len(unfinished) == 1 else _AllOf(unfinished), extent.backend)
-        self.in_flight.append(space)
-        self.in_flight_bytes += space.nbytes
-
-    def collect_all(self) -> None:
-        """Free all space whose copies are done, in whatever order they ended."""
-        done = [space for space in self.in_flight if space.after.is_done()]
-        if done:
-            gone = set(map(id, done))
-            self.in_flight = collections.deque(space for space in self.in_flight if id(space) not in gone)
-            for space in done:
-                self._collect(space)
-
-    def growth_bytes(self, backend: DeviceBackend, wanted_bytes: int) -> tuple[int, int]:
-        """What to ask the host for: preferably this much, at least that much."""
-        needed = wanted_bytes - self.arena.free_bytes - sum(space.nbytes for space in self._orderable(backend))
-        assert needed > 0, "the pool is asked to grow only after it could not lend"
-        peak = max(self._peak_used_bytes, self.used_bytes + wanted_bytes)
-        slack = peak + peak // SLACK_DIVISOR - self.arena.held_bytes
-        preferred = wanted_bytes if wanted_bytes <= slack else needed
-        several = min(SLAB_BYTES, slack)
-        if several >= 2 * preferred:
-            preferred = several // PAGE_BYTES * PAGE_BYTES
-        return max(_pages(preferred), _pages(needed)), _pages(needed)
-
-    def add_slab(self, slab: FlatBytes, nbytes: int) -> None:
-        """The host gave ``nbytes`` more."""
-        self.slabs[self.arena.add_slab(nbytes)] = slab
-        self._budget.held_bytes += nbytes
-
-    def drop_idle_slabs(self, nbytes: int) -> None:
-        """Give idle slabs back to the host until ``nbytes`` of them are gone, or none is left."""
-        for slab in self.arena.idle_slabs():
-            if nbytes <= 0:
-                return
-            dropped = self.arena.remove_slab(slab)
-            del self.slabs[slab]
-            self._budget.held_bytes -= dropped
-            nbytes -= dropped
-
-    def _collect(self, space: _ReleasedSpace) -> None:
-        self.in_flight_bytes -= space.nbytes
-        self.arena.give(space.ranges)
-
-    def _borrow(
-        self, backend: DeviceBackend, wanted_bytes: int
-    ) -> tuple[tuple[SlabRange, ...] | None, tuple[Completion, ...]]:
-        """Space that is still under a copy, with the copies to order the next one after; the oldest first."""
-        usable = self._orderable(backend)
-        if sum(space.nbytes for space in usable) + self.arena.free_bytes < wanted_bytes:
-            return None, ()
-        # One of the same size costs one copy; in a steady step there is one.
-        usable.sort(key=lambda space: space.nbytes != wanted_bytes)
-        ranges: list[SlabRange] = []
-        after: list[Completion] = []
-        left = wanted_bytes
-        while left and usable:
-            space = usable.pop(0)
-            taken, rest = self._cut(space.ranges, left)
-            ranges.extend(taken)
-            after.append(space.after)
-            self.in_flight_bytes -= space.nbytes
-            left -= space.nbytes - sum(part.nbytes for part in rest)
-            if rest:
-                space.ranges = rest
-                space.nbytes = sum(part.nbytes for part in rest)
-                self.in_flight_bytes += space.nbytes
-            else:
-                self.in_flight.remove(space)
-        if left:
-            ranges.extend(self.arena.take(left) or ())
-        return tuple(ranges), tuple(after)
-
-    def _orderable(self, backend: DeviceBackend) -> list[_ReleasedSpace]:
-        """Space under copies that a stream of this device can be ordered after without waiting."""
-        return [space for space in self.in_flight if space.backend is backend and type(space.after) is StreamCompletion]
-
-    def _cut(self, ranges: tuple[SlabRange, ...], nbytes: int) -> tuple[list[SlabRange], tuple[SlabRange, ...]]:
-        taken: list[SlabRange] = []
-        rest = list(ranges)
-        while rest and nbytes:
-            part = rest.pop(0)
-            if part.nbytes > nbytes:
-                part, remainder = self.arena.split(part, nbytes)
-                rest.insert(0, remainder)
-            taken.append(part)
-            nbytes -= part.nbytes
-        return taken, tuple(rest)
-
-
-def _pages(nbytes: int) -> int:
-    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES

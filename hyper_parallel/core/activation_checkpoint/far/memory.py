@@ -15,6 +15,7 @@ import dataclasses
 import threading
 import weakref
 import zlib
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from hyper_parallel.config import SwapConfig
@@ -54,6 +55,8 @@ class FarMemory:
         self._budget = HostBudget(limit)
         self._verify = config.verify
         self._tiers = tuple(self._make_tier(name, config) for name in config.tiers)
+        first = self._tiers[0]
+        self._together = first if isinstance(first, HostTier) else None
         # A released lease still names its tier, so a tier would wait for the garbage collector.
         weakref.finalize(self, _retire, self._tiers).atexit = False
         self._refused_lock = threading.Lock()
@@ -102,6 +105,24 @@ class FarMemory:
         if isinstance(lease, _CheckedLease):
             return _CheckedCompletion(completion, lease, target, backend, stream)
         return completion
+
+    def moves_with_others(self, lease: Lease) -> bool:
+        """Whether the lease can be a piece of :meth:`write_together` and :meth:`read_together`."""
+        return lease.tier is self._together and not self._verify
+
+    def write_together(
+        self, pieces: Sequence[tuple[Lease, FlatBytes]], *, backend: DeviceBackend, stream: Stream, ready: Event
+    ) -> Completion:
+        """Queue the copies out of several sources, each into its lease; see :meth:`moves_with_others`."""
+        assert self._together is not None, "a lease has said that it moves with others"
+        return self._together.write_together(pieces, backend=backend, stream=stream, ready=ready)
+
+    def read_together(
+        self, pieces: Sequence[tuple[Lease, FlatBytes]], *, backend: DeviceBackend, stream: Stream, ready: Event
+    ) -> Completion:
+        """Queue the copies back of several leases; see :meth:`moves_with_others`."""
+        assert self._together is not None, "a lease has said that it moves with others"
+        return self._together.read_together(pieces, backend=backend, stream=stream, ready=ready)
 
     def release(self, lease: Lease, after: Completion | None) -> None:
         """Take the space back once ``after`` is done; safe in destructors, see :class:`Tier`."""
@@ -177,6 +198,10 @@ class _CheckedCompletion:
 
     def is_done(self) -> bool:
         return self.bare.is_done()
+
+    def is_ordered_before(self, stream: Stream) -> bool:
+        """See :class:`~hyper_parallel.core.activation_checkpoint.adapter.Completion`."""
+        return False
 
     def order(self, stream: Stream) -> None:
         self._check()

@@ -1,0 +1,82 @@
+"""Copies that are launched together: one event before them, one switch of streams, one event after them.
+
+What belongs to all copies of a batch is the event that they wait for and the completion that they share. What belongs to each
+record alone is its residency, its lease and its device bytes.
+
+Invariants
+----------
+1. The records of a batch are in one state before the launch and in one state after it. When a launch fails, all of them are
+   as they were, and nothing that was queued is still running: the host has waited for the lane.
+2. A copy out starts after everything that was queued on the stream that saved its source, up to the launch. A batch has
+   records of one such stream only.
+3. A load writes after all buffers of its batch were taken: the event is recorded behind the last allocation.
+4. The completion is later than every copy of the batch. Ordering a stream after it once is enough for all its records, and
+   :class:`StreamCompletion` remembers that. Each record still drops its own reference, one by one.
+5. A record that waits for its batch is as one in the tail: its residency is ``DEVICE``, its bytes are readable, and a change in
+   place is seen by its version. It can be launched alone at any time, and then its batch passes it over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hyper_parallel.core.activation_checkpoint.adapter import Completion, FlatBytes, Stream
+from hyper_parallel.core.activation_checkpoint.far.tier import Lease
+from hyper_parallel.core.activation_checkpoint.record import Record
+from hyper_parallel.core.activation_checkpoint.residency import Move, next_residency
+
+__all__ = ["load_together", "offload_together"]
+
+
+def offload_together(records: Sequence[Record], lane: Stream) -> Completion:
+    """Queue the copies out of records that have leases which move with others, and were saved on one stream."""
+    engine, stream = records[0].engine, records[0].stream
+    pieces: list[tuple[Lease, FlatBytes]] = []
+    for record in records:
+        target = next_residency(record.residency, Move.START_OFFLOAD)
+        assert record.lease is not None, "reserved before"
+        pieces.append((record.lease, record.device_bytes))
+    try:
+        with engine.backend.unseen():
+            ready = engine.backend.record_event(stream)
+            completion = engine.far.write_together(pieces, backend=engine.backend, stream=lane, ready=ready)
+        for record in records:
+            record.out = completion
+            record.residency = target
+    except BaseException:
+        records[0].wait_for_lane(lane)
+        raise
+    return completion
+
+
+def load_together(records: Sequence[Record], lane: Stream) -> tuple[Sequence[Record], Completion]:
+    """Queue the copies back of records whose leases move with others, into buffers of the current stream's pool.
+
+    Where the device has room for some of the buffers only, the first records are loaded. Raises where it has room for none.
+    """
+    engine = records[0].engine
+    backend, owner = engine.backend, engine.backend.current_stream()
+    pieces: list[tuple[Lease, FlatBytes]] = []
+    for record in records:
+        target = next_residency(record.residency, Move.START_LOAD)
+        assert record.lease is not None, "a record in far memory has a lease"
+        try:
+            pieces.append((record.lease, engine.far.allocate(backend, record.lease)))
+        except Exception as error:
+            if not pieces or not backend.is_out_of_memory(error):
+                raise
+            break
+    loaded = records[: len(pieces)]
+    allocated = backend.record_event(owner)
+    try:
+        with backend.unseen():
+            completion = engine.far.read_together(pieces, backend=backend, stream=lane, ready=allocated)
+        for record, (_, buffer) in zip(loaded, pieces):
+            record.back = completion
+            record.receive(buffer, owner)
+            record.residency = target
+            engine.ledger.append(record.nbytes)
+    except BaseException:
+        records[0].wait_for_lane(lane)
+        raise
+    return loaded, completion
