@@ -100,7 +100,9 @@ def _built() -> Path:
         return target
     log = folder / "build.log"
     if log.exists():
-        raise _CannotBuildError(f"its build failed before; what the compiler said is in {log}; delete that to try again")
+        raise _CannotBuildError(
+            f"its build failed before; what the compiler said is in {log}; delete that to try again"
+        )
     compiler = shutil.which(os.environ.get("CXX", "")) or shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         raise _CannotBuildError("there is no C++ compiler (install g++, or name one with CXX)")
