@@ -80,6 +80,9 @@ class TapeRegion:
                 output = function(*args, **kwargs)
             finally:
                 recorder.leave()
+        except BaseException:
+            tape.abandon()
+            raise
         finally:
             _pop_hooks()
         tape.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -234,3 +235,33 @@ def test_a_number_among_the_operands_is_recorded_under_a_mode_of_ours() -> None:
         (found,) = torch.autograd.grad(hp.checkpoint(lambda x: (x * 1).sin() * 3, x).sum(), x)
     assert torch.equal(found, torch.autograd.grad(((x * 1).sin() * 3).sum(), x)[0])
     assert hp.stats().regions_from_tape == 1
+
+
+class Copied(torch.autograd.Function):
+    """Returns memory that the dispatcher did not see come into being."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(x.detach().numpy().copy())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+def test_an_error_in_forward_leaves_no_value_behind() -> None:
+    """The copy is from outside, and its graph is the region's: the tape must not hold it."""
+    kept: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        copied: torch.Tensor = Copied.apply(x.sin())
+        kept.append(weakref.ref(copied.untyped_storage()))
+        (copied * 2).exp()
+        raise ValueError("stop")
+
+    x = torch.randn(4, requires_grad=True)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="stop"):
+            hp.checkpoint(region, x)
+    gc.collect()
+    assert [reference() for reference in kept] == [None, None]

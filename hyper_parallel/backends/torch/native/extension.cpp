@@ -175,6 +175,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           py::arg("fates") = nullptr, py::arg("swaps") = py::none())
       .def("pack_hook", &pack_hook_of)
       .def("open", &open_tape)
+      .def("abandon", &Tape::abandon)
       .def("close", &Tape::close)
       .def(
           "show_arguments",

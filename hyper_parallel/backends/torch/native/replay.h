@@ -484,6 +484,15 @@ inline at::Tensor Tape::unpack(int index) {
 
 // -- The end of forward --------------------------------------------------------------------------------------------------
 
+inline void Tape::abandon() {
+  std::vector<at::Tensor> originals;  // dropped after the lock: their graph may hold handles of this tape
+  auto lock = locked(mutex_);
+  for (Slot& slot : slots_) {
+    for (Held& entry : slot.held) originals.push_back(std::move(entry.original));
+  }
+  stop("its forward raised");
+}
+
 inline void Tape::close() {
   auto lock = locked(mutex_);
   collect_dead();

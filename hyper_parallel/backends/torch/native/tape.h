@@ -202,6 +202,9 @@ class Tape : public std::enable_shared_from_this<Tape> {
   // The beginning of forward: arguments that the hooks around the region shall see at once.
   void show_arguments(const std::vector<at::Tensor>& tensors, PyObject* pack, PyObject* unpack);
 
+  // Forward raised: what stands in for the hooks around is let go. It may belong to the graph that holds this tape.
+  void abandon();
+
   // The end of forward.
   void close();
   std::string prove();  // empty when every packed value was remade bit by bit; else what was not, and the values stay
