@@ -266,6 +266,18 @@ inline bool Tape::swap_out(Slot& slot, const at::Tensor& tensor, bool can_be_rem
   return true;
 }
 
+inline void Tape::swap_pending() {
+  if (pending_swaps_.empty()) return;
+  const auto pending = std::move(pending_swaps_);
+  pending_swaps_.clear();
+  if (!reason_.empty()) return;  // the op whose outputs they are is not on the tape
+  for (const auto& [index, tensor] : pending) {
+    Slot& slot = slots_[index];
+    const bool can_be_remade = ops_[slot.created_by].may_run;
+    if (!swap_out(slot, tensor, can_be_remade)) keep_alive(slot, tensor, can_be_remade);
+  }
+}
+
 // A kernel inside a Python autograd.Function may have written the bytes after their copy out began.
 inline void Tape::keep_instead_of_swap(Slot& slot, const at::Tensor& tensor) {
   if (slot.kept_version != slot.writes) return;
@@ -396,6 +408,7 @@ inline bool is_among(const c10::SmallVectorImpl<uint8_t>& positions, size_t at) 
 inline bool Tape::begin(
     const c10::OperatorHandle& op, const OpFacts& facts, const torch::jit::Stack& stack, size_t count, Draft& draft) {
   if (!is_open_ || is_replaying || !reason_.empty()) return false;
+  swap_pending();
   if (facts.kind == OpKind::kRefused) {
     stop(std::string("it runs ") + facts.reason + " (" + op.operator_name().name + ")");
     return false;
@@ -495,7 +508,10 @@ inline void Tape::end(const c10::OperatorHandle& handle, Draft& draft, const tor
       const bool is_index = c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true);
       const bool can_be_remade = facts.kind == OpKind::kReplayable;
       const bool is_route = is_small && (facts.is_steering || is_index) && !slot.is_unset;
-      if (draft.fate == Fate::kSwap && !is_route && swap_out(slot, tensor, can_be_remade)) return;
+      if (draft.fate == Fate::kSwap && !is_route) {
+        pending_swaps_.emplace_back(index, tensor);
+        return;
+      }
       if (draft.fate != Fate::kRecompute || !can_be_remade || is_route) {
         keep_alive(slot, tensor, can_be_remade);
         if (draft.fate == Fate::kSave) saved_bytes_ += slot.nbytes;
@@ -544,6 +560,7 @@ inline void Tape::end(const c10::OperatorHandle& handle, Draft& draft, const tor
 inline int Tape::pack(const at::Tensor& tensor) {
   auto lock = locked(mutex_);
   collect_dead();
+  swap_pending();
   Handle handle;
   const bool is_plain = is_open_ && reason_.empty() && why_not_plain(tensor) == nullptr;
   if (counts_versions(tensor)) {

@@ -460,6 +460,7 @@ inline void Tape::order_after_made(const c10::Storage& storage) {
 inline at::Tensor Tape::unpack(int index) {
   auto lock = HP_FAULT("lock_of_unpack") ? Lock() : locked(mutex_);
   collect_dead();
+  swap_pending();
   Handle& handle = handles_[index];
   const int64_t now = handle.saved_version < 0 ? -1
       : (is_open_ || handle.kept.defined() || handle.closed_version < 0) ? handle.counter.current_version()
@@ -490,12 +491,15 @@ inline void Tape::abandon() {
   for (Slot& slot : slots_) {
     for (Held& entry : slot.held) originals.push_back(std::move(entry.original));
   }
+  for (auto& [slot, tensor] : pending_swaps_) originals.push_back(std::move(tensor));
+  pending_swaps_.clear();
   stop("its forward raised");
 }
 
 inline void Tape::close() {
   auto lock = locked(mutex_);
   collect_dead();
+  swap_pending();
   is_open_ = false;
   if (!(*settings_ == Settings::now())) stop("it changes settings under which kernels run (default dtype, determinism)");
   slot_by_storage_ = {};

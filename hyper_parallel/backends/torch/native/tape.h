@@ -232,6 +232,7 @@ class Tape : public std::enable_shared_from_this<Tape> {
   Fate fate_of(const c10::OperatorHandle& op, const torch::jit::Stack& stack, size_t first);
   int find_or_hold(const at::Tensor& tensor, const View& view, int& held);
   bool swap_out(Slot& slot, const at::Tensor& tensor, bool can_be_remade);
+  void swap_pending();
   void keep_instead_of_swap(Slot& slot, const at::Tensor& tensor);
   c10::Storage kept_storage(Slot& slot);
   PyObject* call_swaps(const char* method, PyObject* argument);
@@ -265,6 +266,8 @@ class Tape : public std::enable_shared_from_this<Tape> {
   std::shared_ptr<Fates> fates_;  // null: everything is recomputed
   Swaps swaps_;                   // null: nothing is swapped
   std::unordered_map<const Answers*, size_t> counts_;  // how often an op came, where its answers differ
+  // Outputs that the policy swaps. The engine gets them when the op is over for everybody: dispatch modes around see its end later.
+  std::vector<std::pair<int, at::Tensor>> pending_swaps_;
   int opened_in_task_ = -1;       // the backward in which the region runs, if any
   size_t saved_bytes_ = 0;
   size_t copied_bytes_ = 0;
