@@ -208,6 +208,7 @@ class Run:
                 found[me] = torch.autograd.grad(loss, chosen[me], retain_graph=True, allow_unused=True)
             except Exception as error:
                 found[me] = kind_of(error)  # not the error: it holds this frame, which holds it
+            forget_last_error(self.device)  # this thread's own: it may end, and free its memory, after it was joined
 
         in_threads([functools.partial(work, me) for me in range(2)])
         for me, grads in enumerate(found):

@@ -52,6 +52,7 @@ class Sanitized:
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(_ROOT), str(_ROOT / "tests")]),
             "OMP_NUM_THREADS": "1",
+            "HYPER_PARALLEL_NATIVE": "1",
             "HYPER_PARALLEL_NATIVE_BUILD": build,
         }
         preloaded = f"{library(name)} {library('libstdc++.so.6')}"
