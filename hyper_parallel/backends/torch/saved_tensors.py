@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from hyper_parallel.backends.torch.storages import alias, is_below_counter
+from hyper_parallel.backends.torch.storages import NO_STORAGE_ERRORS, alias, is_below_counter
 from hyper_parallel.backends.torch.tensor_adapter import TENSORS
 from hyper_parallel.core.activation_checkpoint.packed import KeptValue, Packed
 from hyper_parallel.core.activation_checkpoint.packer import Packer, SwapHooks
@@ -21,7 +21,6 @@ from hyper_parallel.core.activation_checkpoint.statistics import KeepReason
 __all__ = ["AsyncSaveOnCpu", "TensorPolicy", "TorchPacker", "base_check_fn", "unpack"]
 
 _has_modes = torch._C._len_torch_dispatch_stack
-_EXOTIC_ERRORS = (NotImplementedError, RuntimeError)
 
 
 def base_check_fn(tensor: Any) -> bool:
@@ -62,7 +61,7 @@ class TorchPacker(Packer):
             return super().pack(tensor)
         try:
             nbytes = tensor.untyped_storage().nbytes()
-        except _EXOTIC_ERRORS:
+        except NO_STORAGE_ERRORS:
             return super().pack(tensor)
         if nbytes < self._min_bytes and self._policy_fn is None:
             self._small_bytes += nbytes

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.autograd.function import FunctionMeta
@@ -33,6 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hyper_parallel.core.activation_checkpoint.adapter import FlatBytes, instances_in
 
 __all__ = [
+    "NO_STORAGE_ERRORS",
     "ViewSpec",
     "alias",
     "bytes_of",
@@ -55,6 +56,8 @@ _is_cow_tensor: Callable[[torch.Tensor], bool] = getattr(torch._C, "_is_cow_tens
 _has_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _ADINPLACE = torch._C.DispatchKey.ADInplaceOrView
+NO_STORAGE_ERRORS: Final = (NotImplementedError, RuntimeError)
+"""What torch raises where a tensor has no storage of its own: subclasses, sparse and functional tensors."""
 _PASS_THROUGH = frozenset(
     {"TBackward0", "ToCopyBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0",
      "ReshapeAliasBackward0", "AliasBackward0", "SelectBackward0", "SliceBackward0", "UnsqueezeBackward0", "ExpandBackward0"}

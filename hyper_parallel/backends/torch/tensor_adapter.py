@@ -18,8 +18,6 @@ from hyper_parallel.core.activation_checkpoint.statistics import KeepReason
 
 __all__ = ["TENSORS", "TorchTensorAdapter"]
 
-_EXOTIC_ERRORS: Final = (NotImplementedError, RuntimeError)
-
 
 class TorchTensorAdapter(TensorAdapter):
     """See :class:`TensorAdapter`."""
@@ -38,7 +36,7 @@ class TorchTensorAdapter(TensorAdapter):
             return KeepReason.PARAMETER if isinstance(tensor, torch.nn.Parameter) else KeepReason.EXOTIC
         try:
             tensor.untyped_storage()
-        except _EXOTIC_ERRORS:
+        except storages.NO_STORAGE_ERRORS:
             return KeepReason.EXOTIC
         return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +23,7 @@ __all__ = [
     "engines",
     "gradients",
     "live_records",
+    "run_in_threads",
     "same_gradients",
     "step_gradients",
     "storage_ref",
@@ -81,3 +83,23 @@ def storage_ref(tensor: torch.Tensor) -> StorageWeakRef:
 def count_of(events: list[tuple[str, int]], what: str, nbytes: int | None = None) -> int:
     """How often the schedule did something."""
     return sum(1 for name, size in events if name == what and (nbytes is None or size == nbytes))
+
+
+def run_in_threads(*works: Callable[[], None]) -> None:
+    """Run each in a thread of its own, all at once; raises the first error."""
+    errors: list[BaseException] = []
+
+    def guarded(work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=600)
+        assert not thread.is_alive(), "a thread hangs"
+    if errors:
+        raise errors[0]

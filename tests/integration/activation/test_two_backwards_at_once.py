@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy
 from hyper_parallel.backends.torch.graph import is_in_backward
 
+from .helpers import run_in_threads
 from .scenario import batch
 
 
@@ -51,25 +51,6 @@ def test_a_replay_that_another_thread_interrupts(policy: CheckpointPolicy) -> No
     def be_interrupted() -> None:
         (got["first"],) = torch.autograd.grad(first.sum(), x, retain_graph=True)
 
-    _run_both(be_interrupted, interrupt)
+    run_in_threads(be_interrupted, interrupt)
     assert torch.equal(got["first"], wanted[0])
     assert torch.equal(got["last"], wanted[1])
-
-
-def _run_both(*works: Callable[[], None]) -> None:
-    errors: list[BaseException] = []
-
-    def guarded(work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=600)
-        assert not thread.is_alive(), "a thread hangs"
-    if errors:
-        raise errors[0]

@@ -18,11 +18,21 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hyper_parallel as hp
+from hyper_parallel import CheckpointPolicy
+from hyper_parallel.core.activation_checkpoint.policy import ByOpName
 from hyper_parallel.errors import InPlaceChangeError
 from hyper_parallel.testing import simulated_accelerator
 
 from .models import RECORDED, WIDTH, ChangedUnseen, Effects, LargeBuffer, OwnKernel, mlp
-from .test_values import are_equal, once, ours, plain, steps
+from .test_policies import SWAP_ALL
+from .test_values import (
+    are_equal,
+    once,
+    ours,
+    plain,
+    steps,
+    test_a_weight_that_changed_before_backward_is_named,
+)
 
 __all__ = ["ONLY_ELSEWHERE", "PROGRAMS"]
 
@@ -59,15 +69,6 @@ def gives_the_plain_gradient(region: Callable[[torch.Tensor], torch.Tensor]) -> 
         assert dict(hp.stats().regions_from_python) == {}, "the tape was not believed"
 
     return program
-
-
-def a_weight_that_changed_raises() -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-    loss = ours(model, torch.randn(4, WIDTH, requires_grad=True)).sum()
-    with torch.no_grad():
-        model[0].weight.add_(1)
-    with pytest.raises(InPlaceChangeError, match="the parameter 'weight' of Linear"):
-        loss.backward()
 
 
 def a_saved_value_that_the_region_changed_raises() -> None:
@@ -308,6 +309,80 @@ class Table(Effects):
         return before * (x * self.steps.sum()).sin()
 
 
+def swapped_gradient(
+    region: Callable[[torch.Tensor], torch.Tensor], policy: ByOpName, **settings: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of a region whose policy swaps, on a device whose copies happen when they are launched, and the plain one."""
+    x = torch.linspace(-1, 2, 64 * WIDTH).reshape(64, WIDTH).requires_grad_()
+    (wanted,) = torch.autograd.grad(region(x).sum(), x)
+    with simulated_accelerator("eager", **settings):
+        (found,) = torch.autograd.grad(hp.checkpoint(region, x, policy_fn=policy).sum(), x)
+    return found, wanted
+
+
+def a_swapped_value_that_the_region_changes_is_fetched_as_it_was() -> None:
+    def region(x: torch.Tensor) -> torch.Tensor:
+        values = x.detach() * 2
+        product = x * values.exp()
+        values.mul_(0.5)
+        return product * values.cos()
+
+    found, wanted = swapped_gradient(region, ByOpName({"mul": CheckpointPolicy.MUST_SWAP}), tail_bytes=10**6)
+    assert torch.equal(found, wanted), "another gradient than the plain step's"
+    assert dict(hp.stats().regions_from_python) == {}, "the tape was not believed"
+
+
+def a_swapped_output_that_changed_is_made_again() -> None:
+    def region(x: torch.Tensor) -> torch.Tensor:
+        return (x * 3).sigmoid()
+
+    x = torch.linspace(-1, 2, 64 * WIDTH).reshape(64, WIDTH).requires_grad_()
+    (wanted,) = torch.autograd.grad(region(x).sum(), x)
+    with simulated_accelerator(tail_bytes=10**6):  # it has not left the device when it is changed
+        output = hp.checkpoint(region, x, policy_fn=SWAP_ALL)
+        loss = output.sum()
+        output.detach().zero_()
+        assert torch.equal(torch.autograd.grad(loss, x)[0], wanted)
+
+
+def a_swapped_value_that_numpy_changes_is_not_believed() -> None:
+    def region(x: torch.Tensor) -> torch.Tensor:
+        values = x.detach() * 2
+        before = x + 1  # by now the values were given to the engine
+        values.numpy()[:] = 0.25
+        return before * values.exp()
+
+    found, wanted = swapped_gradient(region, ByOpName({"mul": CheckpointPolicy.MUST_SWAP}))
+    assert torch.equal(found, wanted), "another gradient than the plain step's"
+    (reason,) = hp.stats().regions_from_python or ("none",)
+    assert "came out different when it was made again" in reason
+
+
+class FilledByNumpy(torch.autograd.Function):
+    """Returns a value that numpy changed after an op of torch had read it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        values = x * 2
+        values.add(1)
+        values.numpy()[:] = 0.25
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+def what_a_python_function_returns_is_kept_and_not_swapped() -> None:
+    def region(x: torch.Tensor) -> torch.Tensor:
+        value: torch.Tensor = FilledByNumpy.apply(x)
+        return (value * x).tanh()
+
+    found, wanted = swapped_gradient(region, SWAP_ALL)
+    assert torch.equal(found, wanted), "another gradient than the plain step's"
+    assert dict(hp.stats().regions_from_python) == {}, "the tape was not believed"
+
+
 class Conjugated(nn.Module):
     """Saves conjugate views of values that the region makes."""
 
@@ -328,7 +403,7 @@ class Negated(nn.Module):
 
 
 PROGRAMS: dict[str, Program] = {
-    "held_version": a_weight_that_changed_raises,
+    "held_version": test_a_weight_that_changed_before_backward_is_named,
     "saved_version": a_saved_value_that_the_region_changed_raises,
     "kept_version": a_kept_result_that_changed_is_made_again,
     "generator_state": gives_the_plain_bytes(RECORDED["dropout"]),
@@ -354,6 +429,10 @@ PROGRAMS: dict[str, Program] = {
     "hooks_around": hooks_around_decide_about_inputs,
     "conjugate_bit": gives_the_plain_gradient(Conjugated()),
     "negative_bit": gives_the_plain_gradient(Negated()),
+    "swapped_write": a_swapped_value_that_the_region_changes_is_fetched_as_it_was,
+    "swapped_changed": a_swapped_output_that_changed_is_made_again,
+    "swapped_probation": a_swapped_value_that_numpy_changes_is_not_believed,
+    "swapped_functions": what_a_python_function_returns_is_kept_and_not_swapped,
 }
 """A fault's name, and the program that catches it."""
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy
-from hyper_parallel.backends.torch import native
+from hyper_parallel.backends.torch import native, storages
 from hyper_parallel.core.activation_checkpoint.policy import ByOpName
 from hyper_parallel.testing import simulated_accelerator
 
@@ -111,24 +111,42 @@ def test_a_swapped_output_that_the_region_changes_is_the_one_that_was_saved() ->
     assert all(torch.equal(grad, found[0]) for grad in found if grad is not None)
 
 
-def test_an_output_that_is_changed_after_the_region_is_made_again() -> None:
+@pytest.mark.parametrize("policy", [None, SAVE_ALL, SWAP_ALL], ids=["recomputed", "saved", "swapped"])
+@pytest.mark.parametrize("tail_bytes", [0, 10**6], ids=["leaves", "stays"])
+def test_an_output_that_is_changed_after_the_region_is_made_again(policy: ByOpName | None, tail_bytes: int) -> None:
     def region(x: torch.Tensor) -> torch.Tensor:
         return (x * 3).sigmoid()
 
-    x = torch.randn(64, WIDTH)
-    found = []
-    for policy in (None, SAVE_ALL, SWAP_ALL):
-        leaf = x.clone().requires_grad_()
-        with simulated_accelerator():
-            for _ in range(2):
-                output = hp.checkpoint(region, leaf, policy_fn=policy)
-                changed = output.detach()
-                value = (output * 2).sum()
-                changed.zero_() if policy is None else None
-                value.backward() if policy is not None else None
-        found.append(leaf.grad)
-    assert found[1] is not None
-    assert torch.equal(found[1], found[2])  # type: ignore[arg-type]
+    x = torch.randn(64, WIDTH, requires_grad=True)
+    (wanted,) = torch.autograd.grad(region(x).sum(), x)
+    with simulated_accelerator(tail_bytes=tail_bytes):
+        for _ in range(2):
+            output = hp.checkpoint(region, x, policy_fn=policy)
+            loss = output.sum()
+            output.detach().zero_()
+            assert torch.equal(torch.autograd.grad(loss, x)[0], wanted)
+
+
+def test_a_swapped_output_that_is_copied_at_once_is_copied_after_its_op() -> None:
+    """Its copy does not wait for a batch. The simulated device, a dispatch mode, sees the op's end after the recorder does."""
+    x = torch.randn(256, WIDTH, requires_grad=True)
+    (wanted,) = torch.autograd.grad(x.sin().exp().cos().sum(), x)
+    with simulated_accelerator(window_bytes=0):
+        for _ in range(2):
+            output = hp.checkpoint(lambda x: x.sin().exp().cos(), x, policy_fn=SWAP_ALL)
+            assert torch.equal(torch.autograd.grad(output.sum(), x)[0], wanted)
+    assert hp.stats().swapped_out_bytes > 0
+
+
+def test_the_engines_own_ops_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The simulated accelerator is a dispatch mode, and under a mode the engine hides its ops. On a device there is none.
+    monkeypatch.setattr(storages, "_has_modes", lambda: 0)
+    wanted = steps(mlp, plain, once)
+    with simulated_accelerator("random"):
+        assert are_equal(steps(mlp, with_policy("all swapped with inputs"), once), wanted)
+        stats = hp.stats()
+    assert stats.swapped_in_bytes > 0
+    assert dict(stats.regions_from_python) == {}
 
 
 def test_a_policy_function_runs_python_again_by_name() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
+from activation.helpers import run_in_threads
 
 import hyper_parallel as hp
 
@@ -28,24 +28,6 @@ def chain(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def in_threads(*works: Callable[[], None]) -> None:
-    errors: list[BaseException] = []
-
-    def guarded(work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-
-
 def test_two_threads_go_through_one_recorded_graph() -> None:
     x = torch.randn(8, WIDTH, requires_grad=True)
     (wanted,) = torch.autograd.grad(chain(x).sum(), x)
@@ -57,7 +39,7 @@ def test_two_threads_go_through_one_recorded_graph() -> None:
             for _ in range(20):
                 found.extend(torch.autograd.grad(loss, x, retain_graph=True))
 
-        in_threads(work, work)
+        run_in_threads(work, work)
     assert len(found) == 200
     assert all(torch.equal(one, wanted) for one in found)
 
@@ -76,7 +58,7 @@ def test_graphs_that_die_on_one_thread_do_not_disturb_replays_on_another() -> No
         for output in outputs[:10]:
             found.extend(torch.autograd.grad(output.sum(), x))
 
-    in_threads(drop, run)
+    run_in_threads(drop, run)
     assert len(found) == 10
     assert all(torch.equal(one, wanted) for one in found)
 
@@ -96,5 +78,5 @@ def test_the_parts_of_one_tape_are_dropped_and_read_by_two_threads() -> None:
         def read(output: torch.Tensor = read_one, found: list[torch.Tensor] = found) -> None:
             found.extend(torch.autograd.grad(output.sum(), x))
 
-        in_threads(dropped.clear, read)
+        run_in_threads(dropped.clear, read)
         assert torch.equal(found[0], wanted)

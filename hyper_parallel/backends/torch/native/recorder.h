@@ -240,10 +240,15 @@ inline void Tape::keep_alive(Slot& slot, const at::Tensor& tensor, bool can_be_r
   slot.kept_version = slot.writes;
 }
 
-// Call a method of the object that knows the swap engine. With the GIL.
+// Call a method of the object that knows the swap engine; null after an error. With the GIL. The engine's own ops are on no tape.
+inline PyObject* Tape::ask_swaps(const char* method, PyObject* argument) {
+  c10::impl::ExcludeDispatchKeyGuard unseen(kRecorderKey);
+  return argument == nullptr ? PyObject_CallMethod(swaps_.get(), method, nullptr)
+                             : PyObject_CallMethod(swaps_.get(), method, "O", argument);
+}
+
 inline PyObject* Tape::call_swaps(const char* method, PyObject* argument) {
-  PyObject* answer = argument == nullptr ? PyObject_CallMethod(swaps_.get(), method, nullptr)
-                                         : PyObject_CallMethod(swaps_.get(), method, "O", argument);
+  PyObject* answer = ask_swaps(method, argument);
   if (answer == nullptr) throw python_error();
   return answer;
 }
@@ -280,7 +285,7 @@ inline void Tape::swap_pending() {
 
 // A kernel inside a Python autograd.Function may have written the bytes after their copy out began.
 inline void Tape::keep_instead_of_swap(Slot& slot, const at::Tensor& tensor) {
-  if (slot.kept_version != slot.writes) return;
+  if (slot.kept_version != slot.writes || HP_FAULT("swapped_functions")) return;
   slot.swapped = PythonRef();
   slot.fetched = c10::Storage();
   slot.kept_version = kNone;
@@ -314,7 +319,7 @@ inline Fate Tape::fate_of(const c10::OperatorHandle& op, const torch::jit::Stack
 
 // Before a recorded op changes a storage: what is kept of it must not change with it.
 inline bool Tape::before_write(Slot& slot) {
-  if (slot.swapped && slot.kept_version == slot.writes && !slot.owns_kept) {
+  if (slot.swapped && slot.kept_version == slot.writes && !slot.owns_kept && !HP_FAULT("swapped_write")) {
     auto source = slot.storage.lock();
     TORCH_INTERNAL_ASSERT(source, "a storage that an op is given lives");
     if (slot.fetched) slot.fetched = copy_of(c10::Storage(source));

@@ -327,7 +327,7 @@ inline void Tape::check_kept(Slot& slot) {
   if (slot.swapped) {
     WithGil gil;
     PythonRef is_exact = PythonRef::take(call_swaps("is_exact", slot.swapped.get()));
-    if (PyObject_IsTrue(is_exact.get())) return;
+    if (PyObject_IsTrue(is_exact.get()) || HP_FAULT("swapped_changed")) return;
   }
   if (!slot.can_be_remade) {
     ChangedInPlace error;
@@ -402,7 +402,7 @@ inline void Tape::make_missing() {
       ~InReplay() {
         if (!tape.swaps_) return;
         WithGil gil;
-        PyObject* answer = PyObject_CallMethod(tape.swaps_.get(), "end", nullptr);
+        PyObject* answer = tape.ask_swaps("end", nullptr);
         if (answer == nullptr) PyErr_Clear();
         Py_XDECREF(answer);
       }
@@ -593,7 +593,7 @@ class Tape::WithoutSwaps {
   explicit WithoutSwaps(Tape& tape) : tape_(tape), aside_(tape.slots_.size()) {
     for (size_t at = 0; at < aside_.size(); ++at) {
       Slot& slot = tape.slots_[at];
-      if (!slot.swapped || !slot.can_be_remade || slot.writes != slot.kept_version) continue;
+      if (!slot.swapped || !slot.can_be_remade || slot.writes != slot.kept_version || HP_FAULT("swapped_probation")) continue;
       aside_[at].swapped = std::move(slot.swapped);
       aside_[at].original = std::move(slot.fetched);
       slot.swapped = PythonRef();

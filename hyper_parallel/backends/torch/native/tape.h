@@ -235,6 +235,7 @@ class Tape : public std::enable_shared_from_this<Tape> {
   void swap_pending();
   void keep_instead_of_swap(Slot& slot, const at::Tensor& tensor);
   c10::Storage kept_storage(Slot& slot);
+  PyObject* ask_swaps(const char* method, PyObject* argument);
   PyObject* call_swaps(const char* method, PyObject* argument);
   void keep_alive(Slot& slot, const at::Tensor& tensor, bool can_be_remade);
   void check_kept(Slot& slot);
