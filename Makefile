@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 RUN := HYPER_PARALLEL_PLATFORM=torch $(BIN)/python
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help install demo test test-long test-gpu test-mindspore test-machines test-tape test-versions docs format clean
+.PHONY: help install native demo test test-long test-gpu test-mindspore test-machines test-without-native test-versions docs format clean
 .PHONY: check check-style check-types check-tests check-docs check-packages
 
 help:
@@ -14,7 +14,7 @@ help:
 	@echo "make test-long  what would push 'make test' past 45 minutes"
 	@echo "make test-mindspore  the tests on MindSpore alone, in an environment of their own"
 	@echo "make test-gpu   the GPU suite; needs a CUDA device"
-	@echo "make test-tape  the engine's suites with the native recorder"
+	@echo "make test-without-native  the engine's suites with the native recorder switched off; a part of 'make test'"
 	@echo "make test-machines  the suites that judge numbers, with other kernels and threads"
 	@echo "make test-versions  the engine's suites on every tested torch release; downloads gigabytes"
 	@echo "make check      format, lint, types, import rules, docs without warnings, unit tests; under a minute"
@@ -33,11 +33,16 @@ install: $(VENV)/.installed
 demo: install
 	$(RUN) -m hyper_parallel.cli demo -o build/demo
 
+# Built here, so that no test has to wait for it. Without a compiler everything works: the reason is said, and this succeeds.
+native: install
+	@$(RUN) -c 'from hyper_parallel.backends.torch import native; native.load() or print("no native recorder:", native.why_not())' >&2
+
 # One thread per op: the tests' tensors are tiny, and a second thread would only spin.
-# A failure on torch does not keep MindSpore's tests from running; the target fails at the end.
-test: install .venv-mindspore/.installed
+# A failure in one part does not keep the others from running; the target fails at the end.
+test: install native .venv-mindspore/.installed
 	@failed=0; \
 	OMP_NUM_THREADS=1 $(RUN) -m pytest tests -q -n 2 --dist loadfile --ignore=tests/gpu --ignore=tests/on_mindspore -m "not long" || failed=1; \
+	$(MAKE) --no-print-directory test-without-native || failed=1; \
 	$(MAKE) --no-print-directory test-mindspore || failed=1; \
 	if [ $$failed = 1 ]; then echo "make test: a part failed (see above)" >&2; fi; exit $$failed
 
@@ -68,9 +73,9 @@ test-mindspore: .venv-mindspore/.installed
 	OMP_NUM_THREADS=1 HYPER_PARALLEL_PLATFORM=mindspore $(MS) -m pytest tests/contract -q --platform mindspore || failed=1; \
 	exit $$failed
 
-# The engine's suites with every region that can be on a tape; 'make test' runs them without, and the tape's own tests with.
-test-tape: install
-	OMP_NUM_THREADS=1 HYPER_PARALLEL_NATIVE=1 $(RUN) -m pytest tests/integration/activation tests/integration/tape tests/fuzz -q -n 2 --dist loadfile -m "not long"
+# The engine's suites where every recomputed region runs Python again, as on a machine without a compiler.
+test-without-native: install
+	OMP_NUM_THREADS=1 HYPER_PARALLEL_NATIVE=0 $(RUN) -m pytest tests/integration/activation tests/fuzz -q -n 2 --dist loadfile -m "not long"
 
 # The suites that judge numbers, under eight choices of kernels and threads: no verdict may depend on the processor.
 test-machines: install

@@ -13,6 +13,14 @@ input of a region               forward of its maker ... end of the region's bac
 swapped                         a record: see ``step_simulator``; after its replay it lives on while autograd holds it
 recomputed                      its replay ... backward of the earliest op of the region that holds it
 ==============================  =====================================================================================
+
+What a replay runs
+------------------
+Where Python runs again (``BlockKind.runs_from_tape`` is False), every op up to the last one that backward needs, except those
+whose outputs are saved or swapped; a swapped value is fetched where its op would have run.
+From a tape, only the ops whose outputs backward needs, or such an op reads, and no op before a kept output for that output's
+sake. A swapped value is fetched before the first op that reads it; one that only backward reads is fetched there; one that
+nothing reads stays where it is.
 """
 
 from __future__ import annotations
@@ -24,7 +32,16 @@ from typing import Final, NamedTuple
 from hyper_parallel.fates import Fate
 from hyper_parallel.planner.profile import BLOCK_INPUT, BlockKind, CutRegion
 
-__all__ = ["LEFT_ALONE", "PARTS", "KindAnalysis", "Choice", "TraceEvent", "BlockTrace", "make_block_trace"]
+__all__ = [
+    "LEFT_ALONE",
+    "PARTS",
+    "KindAnalysis",
+    "Choice",
+    "TraceEvent",
+    "BlockTrace",
+    "make_block_trace",
+    "replayed_ops",
+]
 
 # The peak by what it is made of. The order is that of the vectors below.
 PARTS: Final = (
@@ -273,6 +290,12 @@ def make_block_trace(analysis: KindAnalysis, choice: Choice, *, input_bytes: int
     )
 
 
+def replayed_ops(kind: BlockKind) -> int:
+    """How many ops run again where a block of this kind is one region and everything in it is recomputed."""
+    everything = Choice(0, (Fate.SAVE,) * len(kind.cuts[0].regions), (Fate.RECOMPUTE,) * len(kind.ops))
+    return make_block_trace(KindAnalysis(kind), everything, input_bytes=0, min_bytes=0).replayed_ops
+
+
 def _write_forward(block: _Block, writer: _Writer) -> None:
     saved = {value for values in block.saved_of for value in values}
     held = {value for values in block.inputs_of for value in values}
@@ -370,60 +393,123 @@ def _write_region(block: _Block, writer: _Writer, number: int) -> int:
     kept_until = {
         value: min(keepers) for value in own if (keepers := [op for op in analysis.kept_by[value] if op in own])
     }
-    writer.enter(REPLAY)
-    if any(value in block.record_of for value in own):
-        writer.emit(PREFETCH)
-    for value, record in block.record_of.items():
-        if value not in own and block.fetched_by[record] == number:
-            writer.emit(FETCH, record)
-    replayed, working = _write_replay(block, writer, number, kept_until)
-    writer.enter(BACKWARD)
+    replay = _Replay(block, number, kept_until)
     frees: dict[int, list[int]] = {}
     for value, until in kept_until.items():
-        if value in working or value in block.record_of:
-            frees.setdefault(until, []).append(value)
+        frees.setdefault(until, []).append(value)
+    working: dict[int, int] = {}
     for at in reversed(own):
+        if at == replay.at:
+            working = _write_replay(block, writer, replay)
+        for record in replay.fetched_in_backward.get(at, ()):
+            writer.emit(FETCH, record)
         _write_backward_of_op(block, writer, at, is_first=at == region.stop_op - 1)
         for value in frees.get(at, ()):
             if value in working:
                 writer.bytes(WORK, -working[value])
-            else:
+            elif value in block.record_of:
                 writer.emit(FREE, block.record_of[value])
     writer.bytes(SAVED, -sum(block.nbytes[value] for value in block.saved_of[number]))
     writer.bytes(INPUTS, -sum(block.nbytes[value] for value in block.inputs_of[number]))
     for record in block.records_of[number]:
         writer.emit(END, record)
-    return replayed
+    return len(replay.runs)
 
 
-def _write_replay(
-    block: _Block, writer: _Writer, number: int, kept_until: dict[int, int]
-) -> tuple[int, dict[int, int]]:
-    """Runs again what was not saved; returns how many ops that were, and the bytes that stay for backward."""
-    analysis, region = block.analysis, block.regions[number]
-    own = range(region.first_op, region.stop_op)
-    stop = analysis.replay_stop(region)
-    saved = set(block.saved_of[number])
+class _Replay:
+    """Which ops of a region run again, and which records it fetches when."""
+
+    def __init__(self, block: _Block, number: int, kept_until: dict[int, int]) -> None:
+        self.region = block.regions[number]
+        self.kept_until = kept_until
+        self._block = block
+        own = range(self.region.first_op, self.region.stop_op)
+        self.stop = block.analysis.replay_stop(self.region)
+        self._asked = [
+            (value, record) for value, record in block.record_of.items() if block.fetched_by[record] == number
+        ]
+        self._there = {*block.saved_of[number], *(value for value, _ in self._asked)}
+        self.own_records = [(value, record) for value, record in self._asked if value in own]
+        outer = [(value, record) for value, record in self._asked if value not in own]
+        self.fetched_before: dict[int, list[int]] = {}  # by op
+        self.fetched_in_backward: dict[int, list[int]] = {}  # by op
+        self.at = self.region.stop_op - 1  # the replay comes before this op's backward
+        if block.kind.runs_from_tape:
+            self.last_read: dict[int, int] = {}
+            self.runs = self._needed(own)
+            self.fetched_first = [record for value, record in outer if value in self.last_read or self._keepers(value)]
+            self._fetch_for_readers()
+        else:
+            self.runs = [at for at in range(self.region.first_op, self.stop) if at not in self._there]
+            self.last_read = block.analysis.last_read
+            self.fetched_first = [record for _, record in outer]
+            for value, record in self.own_records:
+                self.fetched_before.setdefault(value, []).append(record)
+
+    def _keepers(self, value: int) -> list[int]:
+        """The ops of the region whose backward reads it."""
+        region = self.region
+        return [op for op in self._block.analysis.kept_by[value] if region.first_op <= op < region.stop_op]
+
+    def _needed(self, own: range) -> list[int]:
+        """The ops that a tape runs; also finds out which of them reads a value last."""
+        analysis = self._block.analysis
+        wanted = {value for value in self.kept_until if value not in self._there}
+        self.at = max((max(self._keepers(value)) for value in wanted), default=self.at)
+        found = []
+        for at in reversed(own):
+            op = analysis.kind.ops[at]
+            changes_it = op.alias is not None and op.reason == "in_place" and analysis.root[at] in wanted
+            if not changes_it and (op.alias is not None or at not in wanted):
+                continue
+            found.append(at)
+            for value in analysis.roots(op.inputs):
+                self.last_read.setdefault(value, at)
+                if value in own and value not in self._there:
+                    wanted.add(value)
+        return found[::-1]
+
+    def _fetch_for_readers(self) -> None:
+        analysis = self._block.analysis
+        first_read: dict[int, int] = {}
+        for at in self.runs:
+            for value in analysis.roots(analysis.kind.ops[at].inputs):
+                first_read.setdefault(value, at)
+        for value, record in self.own_records:
+            if value in first_read:
+                self.fetched_before.setdefault(first_read[value], []).append(record)
+            elif value in self.kept_until:
+                self.fetched_in_backward.setdefault(max(self._keepers(value)), []).append(record)
+
+
+def _write_replay(block: _Block, writer: _Writer, replay: _Replay) -> dict[int, int]:
+    """Returns the bytes that stay for backward, by value."""
+    writer.enter(REPLAY)
+    if replay.own_records:
+        writer.emit(PREFETCH)
+    for record in replay.fetched_first:
+        writer.emit(FETCH, record)
     ends: dict[int, int] = {}  # op -> local bytes that go after it
     working: dict[int, int] = {}
-    replayed = 0
-    for at in range(region.first_op, stop):
-        op = block.kind.ops[at]
-        if at in block.record_of and block.fetched_by[block.record_of[at]] == number:
-            writer.emit(FETCH, block.record_of[at])
-        elif at not in saved:
-            replayed += 1
-            stays = block.kept[at] if at in kept_until else 0
+    runs = set(replay.runs)
+    for at in range(replay.region.first_op, replay.stop):
+        for record in replay.fetched_before.get(at, ()):
+            writer.emit(FETCH, record)
+        if at in runs:
+            op = block.kind.ops[at]
+            stays = block.kept[at] if at in replay.kept_until else 0
             writer.bytes(WORK, op.output_bytes)
             if stays:
                 working[at] = stays
-            last = min(max(analysis.last_read[at], at), stop - 1)
+            last = min(max(replay.last_read.get(at, at), at), replay.stop - 1)
             ends[last] = ends.get(last, 0) + op.output_bytes - stays
             writer.touch(op.workspace_bytes)
             writer.work(op.seconds)
         writer.bytes(WORK, -ends.pop(at, 0))
     writer.touch()
-    for value, record in block.record_of.items():
-        if value in own and block.fetched_by[record] == number:
-            writer.emit(LET_GO if value in kept_until else FREE, record)
-    return replayed, working
+    fetched = {record for records in replay.fetched_before.values() for record in records}
+    for value, record in replay.own_records:
+        if record in fetched:
+            writer.emit(LET_GO if value in replay.kept_until else FREE, record)
+    writer.enter(BACKWARD)
+    return working

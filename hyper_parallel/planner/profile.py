@@ -166,6 +166,7 @@ class BlockKind:
     backward_transient_bytes: int = 0  # peak of its backward, less what was there when it began
     gradient_bytes: int = 0  # weight gradients that its backward makes and leaves behind
     input_kept_by: tuple[int, ...] = ()  # ops whose backward holds the block's input; empty: none does
+    runs_from_tape: bool = False  # whether its regions replay recorded ops; False: they run Python again
 
     def __post_init__(self) -> None:
         require(

@@ -372,6 +372,9 @@ class _Simulation:
             record.state = GONE
 
     def _end(self, record: _SimulatedRecord) -> None:
+        if record.state in (COMING, CANCELLED) and not record.is_wanted:  # loaded ahead, and nothing read it
+            self.ahead -= record.nbytes
+        record.is_wanted = True  # from here the forecast passes over it
         if record.state in _ON_DEVICE:
             if record.far is not None:
                 self.now = max(self.now, record.out_end)

@@ -32,7 +32,7 @@ from hyper_parallel.core.activation_checkpoint.region_state import changed_in_pl
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import InPlaceChangeError
 
-__all__ = ["TapeRegion", "region_for", "why_no_tape"]
+__all__ = ["TapeRegion", "region_for", "runs_from_tape", "why_no_tape"]
 
 _COPIED_BEFORE_WRITE_BYTES: Final = 2**20
 _STEERING_OUTPUT_BYTES: Final = 2**20
@@ -148,6 +148,12 @@ def region_for(function: Callable[..., Any]) -> TapeRegion:
             recorder.set_changed_error(_changed_error)
             region = _REGIONS[key] = TapeRegion(recorder, owner)
     return region
+
+
+def runs_from_tape(module: torch.nn.Module) -> bool:
+    """Whether the last call of this module as a recomputed region was recorded."""
+    region = _REGIONS.get(module)
+    return region is not None and region.reason is None
 
 
 def why_no_tape(function: Callable[..., Any], policy: Any, asked: dict[str, Any]) -> str | None:

@@ -1,11 +1,12 @@
 """The native recorder: a C++ extension that is built once for each torch and Python, and loaded from a cache.
 
 Everything works without it. ``load()`` answers None where it is switched off or cannot be built, and ``why_not()`` says why.
-``HYPER_PARALLEL_NATIVE=1`` switches it on, ``HYPER_PARALLEL_NATIVE_CACHE`` names another folder for what is built.
+``HYPER_PARALLEL_NATIVE=0`` switches it off, ``HYPER_PARALLEL_NATIVE_CACHE`` names another folder for what is built.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import hashlib
@@ -40,6 +41,7 @@ _TEST_BUILDS = {
 library the process must load first (``LD_PRELOAD``)."""
 _LIBRARIES = ("torch", "torch_cpu", "c10", "torch_python")
 _BUILD_TIMEOUT_S = 1800  # a build takes one minute on an idle core
+_PROGRESS_S = 20
 
 
 class _CannotBuildError(Exception):
@@ -47,8 +49,8 @@ class _CannotBuildError(Exception):
 
 
 def is_wanted() -> bool:
-    """Whether the environment asks for the native recorder."""
-    return os.environ.get("HYPER_PARALLEL_NATIVE", "0") not in ("", "0")
+    """Whether the environment leaves the native recorder on."""
+    return os.environ.get("HYPER_PARALLEL_NATIVE") != "0"
 
 
 def load() -> Any | None:  # the extension module
@@ -59,7 +61,7 @@ def load() -> Any | None:  # the extension module
 def why_not() -> str | None:
     """Why :func:`load` answers None; None when it does not."""
     if not is_wanted():
-        return "it is switched off (set HYPER_PARALLEL_NATIVE=1)"
+        return "it is switched off (HYPER_PARALLEL_NATIVE is 0)"
     return _loaded()[1]
 
 
@@ -68,9 +70,7 @@ def _loaded() -> tuple[Any | None, str | None]:
     try:
         module = _import(_built())
     except _CannotBuildError as error:
-        _LOG.warning(
-            "hyper_parallel: recomputed regions run Python again, because the native recorder is missing: %s", error
-        )
+        _LOG.info("hyper_parallel: the native recorder is missing: %s", error)  # the first step's line says it too
         return None, str(error)
     return module, None
 
@@ -167,12 +167,27 @@ def _compile(compiler: str, target: Path) -> None:
         ]
         command += [str(_SOURCES / "extension.cpp"), "-o", str(made)]
         command += [f"-L{home / 'lib'}", *(f"-l{name}" for name in _LIBRARIES), f"-Wl,-rpath,{home / 'lib'}"]
+        said = Path(folder) / "build.log"
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=False)
+            status = _run(command, said)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise _CannotBuildError(f"{compiler} did not finish ({error})") from error
-        if done.returncode != 0:
-            (target.parent / "build.log").write_text(done.stdout + done.stderr)
-            raise _CannotBuildError(f"{compiler} failed; what it said is in {target.parent / 'build.log'}")
+        if status != 0:
+            os.replace(said, target.parent / said.name)
+            raise _CannotBuildError(f"{compiler} failed; what it said is in {target.parent / said.name}")
         os.replace(made, target)
     print("hyper_parallel: the native recorder is built.", file=sys.stderr, flush=True)
+
+
+def _run(command: list[str], said: Path) -> int:
+    """The exit status of a build, which says from time to time that it goes on."""
+    with open(said, "w") as output, subprocess.Popen(command, stdout=output, stderr=output) as build:
+        try:
+            for seconds in range(_PROGRESS_S, _BUILD_TIMEOUT_S, _PROGRESS_S):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return build.wait(_PROGRESS_S)
+                print(f"hyper_parallel: still building, {seconds} s so far ...", file=sys.stderr, flush=True)
+            raise subprocess.TimeoutExpired(command[0], _BUILD_TIMEOUT_S)
+        except BaseException:
+            build.kill()
+            raise

@@ -59,6 +59,7 @@ def make_kind(
     *,
     forward_seconds: float | None,
     backward_seconds: float | None,
+    runs_from_tape: bool,
 ) -> BlockKind:
     """One kind. The seconds of the block, where they were measured without an observer, scale those of its ops."""
     seen = memory.seen
@@ -97,6 +98,7 @@ def make_kind(
         backward_seconds=measured_backward if backward_seconds is None else backward_seconds,
         backward_transient_bytes=max(node_bytes, default=0),
         input_kept_by=_clamped(seen.input_kept_by, 0, count),
+        runs_from_tape=runs_from_tape,
     )
 
 

@@ -56,10 +56,12 @@ from hyper_parallel.backends.torch.planner.trial_steps import (
     TrialStep,
     trial_step,
 )
+from hyper_parallel.backends.torch.tape import runs_from_tape
 from hyper_parallel.config import current_config
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.core.activation_checkpoint.timing import LinkSpan
 from hyper_parallel.errors import BudgetTooSmallError
+from hyper_parallel.planner.block_trace import replayed_ops
 from hyper_parallel.planner.profile import BaseBytes, Block, BlockKind, HostCost, Measured, Profile
 from hyper_parallel.records.versions import Versions
 
@@ -235,6 +237,7 @@ class _Profiler:
         backend = backend_for(self.device, config)
         assert backend is not None, "a device that has a meter has a backend"
         rows = _rows(trials)
+        kinds = tuple(self._kind(trials, kind) for kind in range(len(trials.stand_ins)))
         return Profile(
             versions=Versions(
                 framework="torch",
@@ -245,7 +248,7 @@ class _Profiler:
             ),
             model_fingerprint=fingerprint_of(self.model),
             base=trials.base,
-            kinds=tuple(self._kind(trials, kind) for kind in range(len(trials.stand_ins))),
+            kinds=kinds,
             blocks=rows,
             prologue=prologue(trials.memory, trials.plain or trials.timings, rows[0].input_bytes),
             epilogue=epilogue(trials.memory, trials.plain or trials.timings),
@@ -254,18 +257,22 @@ class _Profiler:
             far=far_caps(config),
             engine=engine_settings(config),
             # A simulated device is the host, and its time is counted already.
-            host=HostCost() if self.meter.is_simulated else host_cost(trials.plain, trials.host, trials.calls),
+            host=HostCost()
+            if self.meter.is_simulated
+            else host_cost(trials.plain, trials.host, trials.calls, sum(replayed_ops(kinds[row.kind]) for row in rows)),
         )
 
     def _kind(self, trials: _Trials, kind: int) -> BlockKind:
         name = trials.calls[trials.stand_ins[kind]].block
+        module = next(block.module for block in self.blocks if block.name == name)
         members = [number for number, of in enumerate(trials.kinds) if of == kind]
         return make_kind(
-            next(block.module.__class__.__name__ for block in self.blocks if block.name == name),
+            type(module).__name__,
             call_of(trials.memory, name),
             [(one, call_of(one, name)) for one in trials.timings],
             forward_seconds=median([forward_seconds(one, number) for one in trials.plain for number in members]),
             backward_seconds=median([backward_seconds(one, number) for one in trials.plain for number in members]),
+            runs_from_tape=runs_from_tape(module),
         )
 
     def _measured(self, plain: Sequence[TrialStep], weighed: TrialStep | None) -> Measured:

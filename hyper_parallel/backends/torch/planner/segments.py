@@ -30,15 +30,20 @@ __all__ = [
 ]
 
 
-def host_cost(plain: Sequence[TrialStep], host: Mapping[str, float], calls: Sequence[ObservedCall]) -> HostCost:
-    """Where the step left alone does not fit there is nothing to compare with, and the host counts for nothing."""
+def host_cost(
+    plain: Sequence[TrialStep], host: Mapping[str, float], calls: Sequence[ObservedCall], replayed_ops: int
+) -> HostCost:
+    """Where the step left alone does not fit there is nothing to compare with, and the host counts for nothing.
+
+    ``replayed_ops``: how many ops run again where everything is recomputed.
+    """
     issuing = median([one.points[-1].host_seconds - one.points[0].host_seconds for one in plain])
     if issuing is None:
         return HostCost()
     ops = sum(len(call.ops) for call in calls)
     return HostCost(
         step_seconds=issuing,
-        replayed_op_seconds=max(0.0, host[REPLAYED] - issuing) / ops,
+        replayed_op_seconds=max(0.0, host[REPLAYED] - issuing) / max(1, replayed_ops),
         region_op_seconds=max(0.0, host[REGION] - host[REPLAYED]) / ops,
         swap_seconds=max(0.0, host[REPLAYED_SWAPPED] - host[REPLAYED]) / len(calls),
     )
