@@ -271,12 +271,8 @@ def make_block_trace(analysis: KindAnalysis, choice: Choice, *, input_bytes: int
     forward, backward = _Writer(), _Writer()
     _write_forward(block, forward)
     replayed_ops = _write_backward(block, backward)
-    wanted = [
-        record
-        for number in reversed(range(len(block.regions)))
-        for record in range(len(block.records))
-        if block.fetched_by[record] == number
-    ]
+    asked = [event.record for event in backward.events if event.what == FETCH]
+    wanted = dict.fromkeys([*asked, *range(len(block.records))])  # what nothing asks for comes last
     return BlockTrace(
         forward=tuple(forward.events),
         backward=tuple(backward.events),

@@ -91,6 +91,8 @@ class TapeRegion:
         reason = tape.reason
         if not reason and not tape.is_proven:
             reason = tape.prove()
+        if swaps is not None and not reason:
+            swaps.set_order(tape.swapped_in_order())
         if self._module is not None:
             tape.copy_held(_small_buffers(self._module()))
         tape.show_held(*(outer if outer is not None else (None, None)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -150,6 +150,11 @@ class SwappedOutputs:
         """Forward is over: from here the region's values are wanted when backward reaches its last node."""
         self._position.sequence = TENSORS.next_sequence()
         self._packer.flush()
+
+    def set_order(self, swapped: Sequence[SwappedValue]) -> None:
+        """The order in which backward will ask for the values. One that it does not ask for comes after them."""
+        for index, value in enumerate(swapped, start=-len(swapped)):
+            value.record.index = index
 
     def _drop_used(self) -> None:
         used, self._used = self._used, []

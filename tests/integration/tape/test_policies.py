@@ -149,6 +149,22 @@ def test_the_engines_own_ops_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -
     assert dict(stats.regions_from_python) == {}
 
 
+def test_values_are_loaded_in_the_order_in_which_backward_asks_for_them() -> None:
+    def region(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(6):
+            x = x.sigmoid()  # saves its output: backward asks for the last one first, and no op runs again
+        return x
+
+    x = torch.randn(64, 64, requires_grad=True)
+    with simulated_accelerator(prefetch_bytes=2 * x.nbytes, tail_bytes=0, window_bytes=0):
+        for _ in range(2):
+            hp.SwapManager().reset()
+            hp.checkpoint(region, x, policy_fn=SWAP_ALL).sum().backward()
+            stats = hp.stats()
+    assert stats.misses == 1
+    assert stats.prefetch_hits + stats.late_loads == 5
+
+
 def test_a_policy_function_runs_python_again_by_name() -> None:
     x = torch.randn(4, WIDTH, requires_grad=True)
     hp.checkpoint(mlp(), x, policy_fn=lambda ctx, op, *args, **kwargs: True).sum().backward()

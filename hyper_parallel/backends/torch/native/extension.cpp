@@ -188,6 +188,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
             tape.show_held(pack.is_none() ? nullptr : pack.ptr(), unpack.is_none() ? nullptr : unpack.ptr());
           })
       .def("copy_held", &Tape::copy_held)
+      .def(
+          "swapped_in_order",
+          [](Tape& tape) {
+            py::list tokens;
+            for (PyObject* token : tape.swapped_in_order()) tokens.append(py::reinterpret_borrow<py::object>(token));
+            return tokens;
+          })
       .def("prove", &Tape::prove, py::call_guard<py::gil_scoped_release>())
       .def("stop", &Tape::stop)
       .def_property_readonly("is_proven", &Tape::is_proven)

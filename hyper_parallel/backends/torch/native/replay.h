@@ -66,6 +66,19 @@ class Replay {
     }
   }
 
+  // The slots whose kept bytes the needed ops read, in the order in which they do.
+  std::vector<int> read_slots() {
+    plan();
+    std::vector<int> found;
+    for (size_t slot = 0; slot < upper_.size(); ++slot) {
+      if (upper_[slot].first_read != kNone) found.push_back(static_cast<int>(slot));
+    }
+    std::stable_sort(found.begin(), found.end(), [this](int one, int other) {
+      return upper_[one].first_read < upper_[other].first_read;
+    });
+    return found;
+  }
+
   c10::Storage storage_of(int slot, int version) {
     Chain& chain = chain_of(slot, version);
     start(chain, slot, version);
@@ -78,6 +91,7 @@ class Replay {
   struct Chain {
     int wanted = kNone;    // the highest version that is read
     int last_read = kNone;  // the op that reads it last
+    int first_read = kNone;  // the op that reads it first
     c10::Storage storage;
   };
 
@@ -154,7 +168,9 @@ class Replay {
       for (int argument = 0; argument < op.argument_count; ++argument) {
         const Argument& known = tape_.arguments_[op.first_argument + argument];
         for (int ref = known.first; ref < known.first + known.count; ++ref) {
-          if (tape_.refs_[ref].slot != kNone) mark(tape_.refs_[ref].slot, tape_.refs_[ref].version, at);
+          if (tape_.refs_[ref].slot == kNone) continue;
+          mark(tape_.refs_[ref].slot, tape_.refs_[ref].version, at);
+          chain_of(tape_.refs_[ref].slot, tape_.refs_[ref].version).first_read = at;
         }
       }
     }
@@ -379,9 +395,8 @@ struct ReplayingFlag {
   ~ReplayingFlag() { flag = false; }
 };
 
-inline void Tape::make_missing() {
-  for (Slot& slot : slots_) check_kept(slot);
-  Replay replay(*this);
+// The version of each slot that living handles want and that is not there.
+inline std::vector<int> Tape::want_missing(Replay& replay) const {
   std::vector<int> wanted(slots_.size(), kNone);
   for (const Handle& handle : handles_) {
     if (!is_remade(handle) || handle.kept.defined() || slots_[handle.slot].made) continue;
@@ -390,6 +405,39 @@ inline void Tape::make_missing() {
   for (size_t slot = 0; slot < slots_.size(); ++slot) {
     if (wanted[slot] != kNone) replay.want(static_cast<int>(slot), wanted[slot]);
   }
+  return wanted;
+}
+
+// The swapped values in the order in which a backward through the whole region will ask for them. Called with the GIL.
+inline std::vector<PyObject*> Tape::swapped_in_order() {
+  auto lock = locked(mutex_);
+  std::vector<bool> is_listed(slots_.size(), false);
+  std::vector<PyObject*> listed;
+  const auto list = [&](int index) {
+    const Slot& slot = slots_[index];
+    if (!slot.swapped || is_listed[index]) return;
+    is_listed[index] = true;
+    listed.push_back(slot.swapped.get());
+  };
+  bool has_replayed = false;
+  for (auto handle = handles_.rbegin(); handle != handles_.rend(); ++handle) {
+    if (handle->slot == kNone || handle->kept.defined()) continue;
+    if (!is_remade(*handle)) {
+      list(handle->slot);
+    } else if (!has_replayed) {  // the first value that is missing makes all of them
+      has_replayed = true;
+      Replay replay(*this);
+      want_missing(replay);
+      for (int slot : replay.read_slots()) list(slot);
+    }
+  }
+  return listed;
+}
+
+inline void Tape::make_missing() {
+  for (Slot& slot : slots_) check_kept(slot);
+  Replay replay(*this);
+  const std::vector<int> wanted = want_missing(replay);
   const ReplayingFlag replaying(is_replaying);
   {
     struct InReplay {  // the swap engine loads ahead when a replay begins, and lets go of what it took when it ends

@@ -184,6 +184,8 @@ using Swaps = PythonRef;
 
 struct Settings;
 
+class Replay;
+
 class Tape : public std::enable_shared_from_this<Tape> {
  public:
   Tape(std::string where, std::shared_ptr<Belief> belief, Limits limits, std::shared_ptr<Fates> fates, Swaps swaps);
@@ -208,6 +210,7 @@ class Tape : public std::enable_shared_from_this<Tape> {
   // The end of forward.
   void close();
   std::string prove();  // empty when every packed value was remade bit by bit; else what was not, and the values stay
+  std::vector<PyObject*> swapped_in_order();
   void copy_held(const std::vector<at::Tensor>& tensors);
   // The hooks around the region, or null, see what is held: arguments, and tensors with a history. Last, and with the GIL.
   void show_held(PyObject* pack, PyObject* unpack);
@@ -245,6 +248,7 @@ class Tape : public std::enable_shared_from_this<Tape> {
   at::Tensor held_value(Held& held);
   bool is_held(const Handle& handle) const;
   bool is_remade(const Handle& handle) const;
+  std::vector<int> want_missing(Replay& replay) const;
   void make_missing();
   void drop_made();
   void order_after_made(const c10::Storage& storage);
