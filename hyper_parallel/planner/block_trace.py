@@ -421,26 +421,23 @@ class _Replay:
         self._block = block
         own = range(self.region.first_op, self.region.stop_op)
         self.stop = block.analysis.replay_stop(self.region)
-        self._asked = [
+        self._asked = sorted(
             (value, record) for value, record in block.record_of.items() if block.fetched_by[record] == number
-        ]
+        )
         self._there = {*block.saved_of[number], *(value for value, _ in self._asked)}
         self.own_records = [(value, record) for value, record in self._asked if value in own]
-        outer = [(value, record) for value, record in self._asked if value not in own]
         self.fetched_before: dict[int, list[int]] = {}  # by op
         self.fetched_in_backward: dict[int, list[int]] = {}  # by op
         self.at = self.region.stop_op - 1  # the replay comes before this op's backward
         if block.kind.runs_from_tape:
             self.last_read: dict[int, int] = {}
             self.runs = self._needed(own)
-            self.fetched_first = [record for value, record in outer if value in self.last_read or self._keepers(value)]
             self._fetch_for_readers()
         else:
             self.runs = [at for at in range(self.region.first_op, self.stop) if at not in self._there]
             self.last_read = block.analysis.last_read
-            self.fetched_first = [record for _, record in outer]
-            for value, record in self.own_records:
-                self.fetched_before.setdefault(value, []).append(record)
+            for value, record in self._asked:  # the region's inputs first
+                self.fetched_before.setdefault(max(value, self.region.first_op), []).append(record)
 
     def _keepers(self, value: int) -> list[int]:
         """The ops of the region whose backward reads it."""
@@ -471,11 +468,11 @@ class _Replay:
         for at in self.runs:
             for value in analysis.roots(analysis.kind.ops[at].inputs):
                 first_read.setdefault(value, at)
-        for value, record in self.own_records:
+        for value, record in self._asked:
             if value in first_read:
                 self.fetched_before.setdefault(first_read[value], []).append(record)
-            elif value in self.kept_until:
-                self.fetched_in_backward.setdefault(max(self._keepers(value)), []).append(record)
+            elif keepers := self._keepers(value):
+                self.fetched_in_backward.setdefault(max(keepers), []).append(record)
 
 
 def _write_replay(block: _Block, writer: _Writer, replay: _Replay) -> dict[int, int]:
@@ -483,8 +480,6 @@ def _write_replay(block: _Block, writer: _Writer, replay: _Replay) -> dict[int, 
     writer.enter(REPLAY)
     if replay.own_records:
         writer.emit(PREFETCH)
-    for record in replay.fetched_first:
-        writer.emit(FETCH, record)
     ends: dict[int, int] = {}  # op -> local bytes that go after it
     working: dict[int, int] = {}
     runs = set(replay.runs)

@@ -91,11 +91,11 @@ class TapeRegion:
         reason = tape.reason
         if not reason and not tape.is_proven:
             reason = tape.prove()
-        if swaps is not None and not reason:
-            swaps.set_order(tape.swapped_in_order())
         if self._module is not None:
             tape.copy_held(_small_buffers(self._module()))
         tape.show_held(*(outer if outer is not None else (None, None)))
+        if swaps is not None and not reason:
+            swaps.set_order(tape.given_in_order())
         counters = SwapManager().counters
         if reason:
             self.reason = reason

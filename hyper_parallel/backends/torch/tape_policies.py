@@ -151,10 +151,11 @@ class SwappedOutputs:
         self._position.sequence = TENSORS.next_sequence()
         self._packer.flush()
 
-    def set_order(self, swapped: Sequence[SwappedValue]) -> None:
-        """The order in which backward will ask for the values. One that it does not ask for comes after them."""
-        for index, value in enumerate(swapped, start=-len(swapped)):
-            value.record.index = index
+    def set_order(self, given: Sequence[Any]) -> None:
+        """The order in which backward will ask for the region's values and inputs. What it does not ask for comes after them."""
+        for index, value in enumerate(given, start=-len(given)):
+            if isinstance(value, SwappedValue) and value.record.position is self._position:
+                value.record.index = index
 
     def _drop_used(self) -> None:
         used, self._used = self._used, []

@@ -189,10 +189,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           })
       .def("copy_held", &Tape::copy_held)
       .def(
-          "swapped_in_order",
+          "given_in_order",
           [](Tape& tape) {
             py::list tokens;
-            for (PyObject* token : tape.swapped_in_order()) tokens.append(py::reinterpret_borrow<py::object>(token));
+            for (PyObject* token : tape.given_in_order()) tokens.append(py::reinterpret_borrow<py::object>(token));
             return tokens;
           })
       .def("prove", &Tape::prove, py::call_guard<py::gil_scoped_release>())

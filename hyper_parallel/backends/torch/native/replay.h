@@ -408,16 +408,20 @@ inline std::vector<int> Tape::want_missing(Replay& replay) const {
   return wanted;
 }
 
-// The swapped values in the order in which a backward through the whole region will ask for them. Called with the GIL.
-inline std::vector<PyObject*> Tape::swapped_in_order() {
+// What was given to the swap engine or to the hooks around the region, in the order in which a backward through the whole region
+// will ask for it. Called with the GIL.
+inline std::vector<PyObject*> Tape::given_in_order() {
   auto lock = locked(mutex_);
   std::vector<bool> is_listed(slots_.size(), false);
   std::vector<PyObject*> listed;
   const auto list = [&](int index) {
     const Slot& slot = slots_[index];
-    if (!slot.swapped || is_listed[index]) return;
+    if (is_listed[index]) return;
     is_listed[index] = true;
-    listed.push_back(slot.swapped.get());
+    if (slot.swapped) listed.push_back(slot.swapped.get());
+    for (const Held& held : slot.held) {
+      if (held.packed) listed.push_back(held.packed.get());
+    }
   };
   bool has_replayed = false;
   for (auto handle = handles_.rbegin(); handle != handles_.rend(); ++handle) {

@@ -210,7 +210,7 @@ class Tape : public std::enable_shared_from_this<Tape> {
   // The end of forward.
   void close();
   std::string prove();  // empty when every packed value was remade bit by bit; else what was not, and the values stay
-  std::vector<PyObject*> swapped_in_order();
+  std::vector<PyObject*> given_in_order();
   void copy_held(const std::vector<at::Tensor>& tensors);
   // The hooks around the region, or null, see what is held: arguments, and tensors with a history. Last, and with the GIL.
   void show_held(PyObject* pack, PyObject* unpack);
