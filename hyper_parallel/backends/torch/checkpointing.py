@@ -20,7 +20,7 @@ from hyper_parallel.backends.torch.region_state import RegionState
 from hyper_parallel.backends.torch.saved_tensors import AsyncSaveOnCpu, unpack
 from hyper_parallel.backends.torch.selective import create_selective_checkpoint_contexts
 from hyper_parallel.backends.torch.tape import region_for, why_no_tape
-from hyper_parallel.backends.torch.tape_policies import SwappedOutputs
+from hyper_parallel.backends.torch.tape_policies import ObservedReplays, SwappedOutputs
 from hyper_parallel.backends.torch.tensor_adapter import TENSORS
 from hyper_parallel.backends.torch.transformers_cache import with_own_cache
 from hyper_parallel.core.activation_checkpoint.calls import (
@@ -74,7 +74,10 @@ class TorchCalls(Calls):
         if reason is not None:
             SwapManager().counters.add_to("regions_from_python", reason)
             return None
-        swaps = None if call.policy is None else SwappedOutputs(call.where, call.swap_config, call.position)
+        observed = ObservedReplays.of(call.function)
+        swaps = (
+            observed if call.policy is None else SwappedOutputs(call.where, call.swap_config, call.position, observed)
+        )
         region = region_for(call.function)
         return functools.partial(region.run, call.where, call.function, call.args, call.kwargs, call.policy, swaps)
 

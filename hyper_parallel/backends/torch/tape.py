@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hyper_parallel.backends.torch import native
 from hyper_parallel.backends.torch.storages import tensors_in
-from hyper_parallel.backends.torch.tape_policies import SwappedOutputs, fates_for
+from hyper_parallel.backends.torch.tape_policies import ObservedReplays, SwappedOutputs, fates_for
 from hyper_parallel.core.activation_checkpoint.calls import is_in_replayed_region
 from hyper_parallel.core.activation_checkpoint.policy import ByOpName, PolicyTable
 from hyper_parallel.core.activation_checkpoint.region_state import changed_in_place
@@ -63,9 +63,9 @@ class TapeRegion:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         policy: PolicyTable | None = None,
-        swaps: SwappedOutputs | None = None,
+        swaps: SwappedOutputs | ObservedReplays | None = None,
     ) -> Any:
-        """Call the function once, recorded. ``swaps`` comes with a policy."""
+        """Call the function once, recorded. With a policy come :class:`SwappedOutputs`."""
         recorder = self._recorder
         _HIGHER_ORDER_OPS.pass_over_recorder(recorder)
         fates = None if policy is None else fates_for(policy)

@@ -77,6 +77,8 @@ class Counters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.trace: Callable[[str, Any], None] | None = None  # called with (what, record) at every step of the schedule
+        self.on_replay: Callable[[Any, bool], None] | None = None
+        """Called with a region's module or function where a replay of its tape begins (True) and ends (False)."""
         self.reset()
 
     def reset(self) -> None:

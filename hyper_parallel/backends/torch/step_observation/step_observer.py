@@ -186,10 +186,11 @@ class _WatchedStep:
                 if not self._is_host:
                     self._meter.reset_peak()  # the curve's first point is of this step
                 self._watch.point()
+                manager.counters.on_replay = self._watch.replays_from_tape
                 yield
                 self._meter.wait()
         finally:
-            manager.counters.trace = outer
+            manager.counters.trace, manager.counters.on_replay = outer, None
             self._watch.remove()
             self._meter.wait()
 
