@@ -22,7 +22,7 @@ from hyper_parallel.backends.torch.selective import create_selective_checkpoint_
 from hyper_parallel.backends.torch.tape import region_for, why_no_tape
 from hyper_parallel.backends.torch.tape_policies import ObservedReplays, SwappedOutputs
 from hyper_parallel.backends.torch.tensor_adapter import TENSORS
-from hyper_parallel.backends.torch.transformers_cache import with_own_cache
+from hyper_parallel.backends.torch.transformers_cache import refuse_left_out_caches, with_own_cache
 from hyper_parallel.core.activation_checkpoint.calls import (
     Calls,
     CheckpointCall,
@@ -74,6 +74,7 @@ class TorchCalls(Calls):
         if reason is not None:
             SwapManager().counters.add_to("regions_from_python", reason)
             return None
+        refuse_left_out_caches(call.function, call.args, call.kwargs)
         observed = ObservedReplays.of(call.function)
         swaps = (
             observed if call.policy is None else SwappedOutputs(call.where, call.swap_config, call.position, observed)
