@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.backends.torch.graph import is_in_backward
 from hyper_parallel.backends.torch.region_state import RegionState
 from hyper_parallel.backends.torch.saved_tensors import AsyncSaveOnCpu, unpack
 from hyper_parallel.backends.torch.selective import create_selective_checkpoint_contexts
@@ -29,6 +30,7 @@ from hyper_parallel.core.activation_checkpoint.calls import (
     ContextPair,
     Recomputation,
     RecordedCall,
+    is_in_replayed_region,
     noop_context_fn,
 )
 from hyper_parallel.core.activation_checkpoint.contexts import Nested
@@ -72,7 +74,11 @@ class TorchCalls(Calls):
             return None
         reason = why_no_tape(call.function, call.policy, call.asked)
         if reason is not None:
-            SwapManager().counters.add_to("regions_from_python", reason)
+            is_replay = (
+                is_in_replayed_region() and is_in_backward()
+            )  # of a region around it: this call was counted in forward
+            if not is_replay:
+                SwapManager().counters.add_to("regions_from_python", reason)
             return None
         refuse_left_out_caches(call.function, call.args, call.kwargs)
         observed = ObservedReplays.of(call.function)

@@ -29,6 +29,7 @@ from hyper_parallel.backends.torch.tape_policies import ObservedReplays, Swapped
 from hyper_parallel.core.activation_checkpoint.calls import is_in_replayed_region
 from hyper_parallel.core.activation_checkpoint.policy import ByOpName, PolicyTable
 from hyper_parallel.core.activation_checkpoint.region_state import changed_in_place
+from hyper_parallel.core.activation_checkpoint.statistics import INSIDE_REPLAYED_REGION
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import InPlaceChangeError
 
@@ -162,7 +163,7 @@ def why_no_tape(function: Callable[..., Any], policy: Any, asked: dict[str, Any]
         if value and name not in _SERVED:
             return f"the option {name}"
     if is_in_replayed_region() or _is_in_torchs_checkpoint():
-        return "inside a region whose Python runs again"
+        return INSIDE_REPLAYED_REGION
     if torch.is_inference_mode_enabled():
         return "inference mode"
     if torch._C._functorch.peek_interpreter_stack() is not None:

@@ -11,9 +11,10 @@ from typing import Any
 
 from hyper_parallel.core.activation_checkpoint.far.tier import TierStatistics
 
-__all__ = ["Counters", "KeepReason", "SwapStats"]
+__all__ = ["INSIDE_REPLAYED_REGION", "Counters", "KeepReason", "SwapStats"]
 
 SCHEMA = 1
+INSIDE_REPLAYED_REGION = "inside a region whose Python runs again"  # a key of SwapStats.regions_from_python
 
 
 class KeepReason:
