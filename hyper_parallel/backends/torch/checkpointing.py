@@ -21,7 +21,7 @@ from hyper_parallel.backends.torch.region_state import RegionState
 from hyper_parallel.backends.torch.saved_tensors import AsyncSaveOnCpu, unpack
 from hyper_parallel.backends.torch.selective import create_selective_checkpoint_contexts
 from hyper_parallel.backends.torch.tape import region_for, why_no_tape
-from hyper_parallel.backends.torch.tape_policies import ObservedReplays, SwappedOutputs
+from hyper_parallel.backends.torch.tape_policies import ObservedReplays, SwappedOutputs, owner_of
 from hyper_parallel.backends.torch.tensor_adapter import TENSORS
 from hyper_parallel.backends.torch.transformers_cache import refuse_left_out_caches, with_own_cache
 from hyper_parallel.core.activation_checkpoint.calls import (
@@ -78,7 +78,7 @@ class TorchCalls(Calls):
                 is_in_replayed_region() and is_in_backward()
             )  # of a region around it: this call was counted in forward
             if not is_replay:
-                SwapManager().counters.add_to("regions_from_python", reason)
+                SwapManager().counters.count_region(owner_of(call.function), reason)
             return None
         refuse_left_out_caches(call.function, call.args, call.kwargs)
         observed = ObservedReplays.of(call.function)

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hyper_parallel.backends.torch import native
 from hyper_parallel.backends.torch.storages import tensors_in
-from hyper_parallel.backends.torch.tape_policies import ObservedReplays, SwappedOutputs, fates_for
+from hyper_parallel.backends.torch.tape_policies import ObservedReplays, SwappedOutputs, fates_for, owner_of
 from hyper_parallel.core.activation_checkpoint.calls import is_in_replayed_region
 from hyper_parallel.core.activation_checkpoint.policy import ByOpName, PolicyTable
 from hyper_parallel.core.activation_checkpoint.region_state import changed_in_place
@@ -98,9 +98,7 @@ class TapeRegion:
         counters = SwapManager().counters
         if reason:
             self.reason = reason
-            counters.add_to("regions_from_python", reason, 1)
-        else:
-            counters.add("regions_from_tape", 1)
+        counters.count_region(owner_of(function), reason)
         counters.add("recomputed_bytes", tape.recomputed_bytes)
         counters.add("saved_bytes", tape.saved_bytes)
         return output
@@ -139,7 +137,7 @@ _LOCK = threading.Lock()
 
 def region_for(function: Callable[..., Any]) -> TapeRegion:
     """The region of a module, or of a function's code: a lambda that is made anew in each step is one region."""
-    owner = getattr(function, "__self__", function)
+    owner = owner_of(function)
     key: Any = owner if isinstance(owner, torch.nn.Module) else getattr(function, "__code__", owner)
     with _LOCK:
         region = _REGIONS.get(key)

@@ -25,7 +25,7 @@ from hyper_parallel.core.activation_checkpoint.record import Position
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.fates import Fate
 
-__all__ = ["ObservedReplays", "SwappedOutputs", "fates_for"]
+__all__ = ["ObservedReplays", "SwappedOutputs", "fates_for", "owner_of"]
 
 _NUMBERS: Final = {Fate.RECOMPUTE: 0, Fate.SAVE: 1, Fate.SWAP: 2}  # as in native/fates.h
 _RECOMPUTED: Final = (0, None)
@@ -98,6 +98,11 @@ def _is_weight_cast(source: torch.Tensor) -> bool:
     return is_weight_cast((source,))
 
 
+def owner_of(function: Callable[..., Any]) -> Any:
+    """The module whose method a region runs, or the function itself."""
+    return getattr(function, "__self__", function)
+
+
 class ObservedReplays:
     """Tells the observer of a step when a tape's replays begin and end. Only regions that run while somebody observes have one.
 
@@ -111,7 +116,7 @@ class ObservedReplays:
         return None if observer is None else cls(function, observer)
 
     def __init__(self, function: Callable[..., Any], observer: Callable[[Any, bool], None]) -> None:
-        owner = getattr(function, "__self__", function)
+        owner = owner_of(function)
         # The tape is invisible to the garbage collector, and a module may hold its own output.
         self._owner = weakref.ref(owner) if isinstance(owner, torch.nn.Module) else lambda: owner
         self._observer = observer

@@ -18,7 +18,7 @@ from hyper_parallel.fates import Fate
 from hyper_parallel.planner.fit import profile_memory
 from hyper_parallel.planner.planning import plan_memory
 from hyper_parallel.planner.totals import op_totals
-from hyper_parallel.records.run_record import PROCESS_PART, StepRecord
+from hyper_parallel.records.run_record import PROCESS_PART, RegionTotal, StepRecord
 from hyper_parallel.records.work_span import Track
 from hyper_parallel.testing import simulated_accelerator
 
@@ -79,6 +79,7 @@ def test_the_step_left_alone_on_the_simulated_device() -> None:
     assert names(record, Track.REPLAY) == []
     assert record.out_bytes == 0
     assert record.fates == ()
+    assert record.regions == ()
 
 
 def test_a_replay_is_seen_as_one() -> None:
@@ -86,6 +87,8 @@ def test_a_replay_is_seen_as_one() -> None:
         record, _ = recorded("recompute")
     assert names(record, Track.FORWARD) == FORWARDS
     assert names(record, Track.REPLAY) == FORWARDS[::-1]
+    reason = "" if native.load() is not None else f"no native recorder: {native.why_not()}"
+    assert record.regions == (RegionTotal(reason=reason, count=LAYERS, names=tuple(FORWARDS)),)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +104,12 @@ def test_a_replay_of_a_region_with_a_policy_is_seen_as_one(policy: Any) -> None:
         record = StepObserver(model, lambda: model(x).sum().backward(), blocks).observe("policy", warmup=0, steps=1)
     assert names(record, Track.FORWARD) == FORWARDS
     assert names(record, Track.REPLAY) == FORWARDS[::-1]
-    assert hp.SwapManager().counters.on_replay is None
+    is_recorded = native.load() is not None
+    reason = "a policy that is a function of an op's arguments" if callable(policy) else ""
+    reason = reason if is_recorded else f"no native recorder: {native.why_not()}"
+    assert record.regions == (RegionTotal(reason=reason, count=LAYERS, names=tuple(FORWARDS)),)
+    counters = hp.SwapManager().counters
+    assert counters.on_replay is counters.on_region is None
 
 
 def test_a_replay_lies_inside_the_backward_of_its_block() -> None:

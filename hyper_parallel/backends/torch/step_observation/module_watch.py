@@ -38,6 +38,7 @@ class ModuleWatch:
     def __init__(self, blocks: Sequence[BlockRef], meter: Any, *, reads_memory: bool) -> None:  # meter: planner's Meter
         self.runs: list[ModuleRun] = []
         self.points: list[tuple[Mark, int, int]] = []  # (moment, peak since the moment before, bytes now)
+        self.regions: dict[str, list[str]] = {}  # by reason: the regions that ran, as often as they did
         self._meter = meter
         self._reads_memory = reads_memory
         self._open: list[tuple[nn.Module, ModuleRun | None]] = []
@@ -66,9 +67,15 @@ class ModuleWatch:
         if not begins:
             self._replays.pop().end = mark
             return
-        name = self._names.get(region) or getattr(region, "__qualname__", type(region).__name__)
-        self._replays.append(ModuleRun(Track.REPLAY, name, mark))
+        self._replays.append(ModuleRun(Track.REPLAY, self._name_of(region), mark))
         self.runs.append(self._replays[-1])
+
+    def region_ran(self, region: Any, reason: str) -> None:
+        """A region's forward ran; ``reason`` says why its Python runs again, and is empty where it runs from a tape."""
+        self.regions.setdefault(reason, []).append(self._name_of(region))
+
+    def _name_of(self, region: Any) -> str:
+        return self._names.get(region) or getattr(region, "__qualname__", type(region).__name__)
 
     def begins(self, module: nn.Module, name: str, *, is_block: bool, given: Any) -> None:
         """A module's forward begins, for the first time or again."""
