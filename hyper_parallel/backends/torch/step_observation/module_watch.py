@@ -75,7 +75,8 @@ class ModuleWatch:
         self.regions.setdefault(reason, []).append(self._name_of(region))
 
     def _name_of(self, region: Any) -> str:
-        return self._names.get(region) or getattr(region, "__qualname__", type(region).__name__)
+        known = self._names.get(region) if isinstance(region, nn.Module) else None
+        return known or str(getattr(region, "__qualname__", type(region).__name__))
 
     def begins(self, module: nn.Module, name: str, *, is_block: bool, given: Any) -> None:
         """A module's forward begins, for the first time or again."""
