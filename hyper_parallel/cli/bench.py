@@ -71,7 +71,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     record.save(args.output)
     if args.html is not None:
         write_page(args.html, record)
-    names = ("name", "peak_bytes", "step_seconds", "out_bytes", "back_bytes", "exposed_seconds")
+    names = ("name", "peak_bytes", "step_seconds", "out_bytes", "back_bytes", "exposed_seconds", "regions")
     console.data(
         {"record": args.output, "ways": [{n: as_json(getattr(step, n)) for n in names} for step in record.steps]}
     )

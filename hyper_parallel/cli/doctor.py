@@ -1,6 +1,7 @@
 """Say what this machine has, how fast it is, and what will and will not work here and why.
 
-Measures the link to every accelerator in both directions, what pinning costs, and the speed of a disk.
+Measures the link to every accelerator in both directions, what pinning costs, and the speed of a disk. Builds torch's native
+recorder where there is none yet (once, about a minute; not with HYPER_PARALLEL_NATIVE=0).
 
 Example::
 
@@ -15,6 +16,7 @@ import importlib.metadata
 import os
 import platform
 import tempfile
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel._version import TESTED_TORCH, __version__
@@ -51,7 +53,8 @@ class Machine:
     disk_path: str
     disk: DiskSpeed | None = None
     disk_problem: str = ""
-    recorder_problem: str = ""  # why recomputed regions run Python again; empty: they run from a tape
+    recorder: str = ""  # torch's: "there", "switched off" or "missing"; empty: the framework in use has none
+    recorder_problem: str = ""  # why it is not there
     settings_problem: str = ""
     chosen_platform: str = ""
 
@@ -77,9 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """The command."""
-    with console.progress("doctor", 2) as advance:
-        advance("looking at packages and devices")
-        machine = examined(args.disk_path)
+    with console.progress("doctor", 3) as advance:
+        machine = examined(args.disk_path, advance)
         advance("judging")
         found = findings(machine)
     console.data({"machine": dataclasses.asdict(machine), "findings": [dataclasses.asdict(one) for one in found]})
@@ -89,8 +91,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def examined(disk_path: str) -> Machine:
-    """Look at everything, and measure it."""
+def examined(disk_path: str, advance: Callable[[str], None] = lambda text: None) -> Machine:
+    """Look at everything, and measure it. ``advance`` is told what begins."""
+    chosen_platform = os.environ.get("HYPER_PARALLEL_PLATFORM", "")
     packages = {}
     for name in _PACKAGES:
         try:
@@ -103,13 +106,14 @@ def examined(disk_path: str) -> Machine:
     except (ImportError, OSError) as error:  # OSError: a library of the wheel is missing or of another machine
         facts["torch_problem"] = f"{type(error).__name__}: {error}"
     else:
+        if chosen_platform != "mindspore":
+            advance("loading the native recorder (where there is none it is built: about a minute)")
+            facts |= _recorder()
+        advance("looking at packages and devices")
         try:
             facts["accelerators"] = machine.accelerators()
         except (RuntimeError, MemoryError) as error:
             facts["torch_problem"] = f"a device is there and cannot be used: {error}"
-        from hyper_parallel.backends.torch import native
-
-        facts["recorder_problem"] = native.why_not() or ""
         facts["copy_bytes_per_second"] = machine.memory_copy_bytes_per_second()
         try:
             facts["disk"] = machine.disk_speed(disk_path)
@@ -127,9 +131,19 @@ def examined(disk_path: str) -> Machine:
         host_limit_bytes=default_host_limit_bytes(),
         cores=os.cpu_count() or 1,
         disk_path=disk_path,
-        chosen_platform=os.environ.get("HYPER_PARALLEL_PLATFORM", ""),
+        chosen_platform=chosen_platform,
         **facts,
     )
+
+
+def _recorder() -> dict[str, str]:
+    """Whether torch's native recorder is there. It is built where it is wanted and there is none yet."""
+    from hyper_parallel.backends.torch import native
+
+    problem = native.why_not()
+    if problem is None:
+        return {"recorder": "there"}
+    return {"recorder": "missing" if native.is_wanted() else "switched off", "recorder_problem": problem}
 
 
 def _rate(bytes_per_second: float) -> str:
@@ -141,6 +155,7 @@ def _machine_rows(machine: Machine) -> list[list[str]]:
         ["hyper_parallel", __version__],
         ["python", machine.python],
         *([name, version] for name, version in machine.packages.items()),
+        *([["native recorder of torch", machine.recorder]] if machine.recorder else []),
         ["cores", str(machine.cores)],
         ["RAM", show_bytes(machine.memory_bytes)],
         ["RAM this process may use", f"{show_bytes(machine.available_bytes)} (machine and control groups)"],
@@ -176,13 +191,7 @@ def findings(machine: Machine) -> list[Finding]:
     has_device = bool(machine.accelerators)
     found = [
         Finding(what="recompute", works="yes", because="needs nothing but torch"),
-        Finding(
-            what="recompute from a tape",
-            works="no" if machine.recorder_problem else "yes",
-            because=f"regions run Python again, because of the native recorder: {machine.recorder_problem}"
-            if machine.recorder_problem
-            else "regions run their Python once; see docs/tape.md",
-        ),
+        *_of_recorder(machine),
         Finding(
             what="swap to pinned memory",
             works="yes" if has_device else "no",
@@ -200,6 +209,17 @@ def findings(machine: Machine) -> list[Finding]:
         ),
     ]
     return [*_of_torch_release(machine), *found, *_of_settings(machine)]
+
+
+def _of_recorder(machine: Machine) -> list[Finding]:
+    """Whether recomputed regions run from a tape; nothing where the framework in use has no recorder."""
+    if not machine.recorder:
+        return []
+    what = "recompute from a tape"
+    if machine.recorder == "there":
+        return [Finding(what=what, works="yes", because="regions run their Python once; see docs/tape.md")]
+    because = f"regions run Python again, because the native recorder is {machine.recorder}: {machine.recorder_problem}"
+    return [Finding(what=what, works="no", because=because)]
 
 
 def _of_torch_release(machine: Machine) -> list[Finding]:

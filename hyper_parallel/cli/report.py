@@ -15,13 +15,13 @@ import argparse
 from hyper_parallel.cli.console import Console
 from hyper_parallel.config import show_bytes
 from hyper_parallel.fates import Fate
-from hyper_parallel.records.run_record import RunRecord
+from hyper_parallel.records.run_record import RunRecord, StepRecord, shown_names
 from hyper_parallel.report.bitmap import write_bitmap
 from hyper_parallel.report.figure import write_figure
 from hyper_parallel.report.page import write_page
 from hyper_parallel.report.trace import write_run_trace
 
-__all__ = ["add_arguments", "run", "show_run"]
+__all__ = ["add_arguments", "region_lines", "run", "show_run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,3 +80,16 @@ def show_run(record: RunRecord, console: Console) -> None:
         if kept and not step.out_bytes:
             reasons = ", ".join(f"{reason} {show_bytes(kept[reason])}" for reason in sorted(kept))
             console.say(f"{step.name}: nothing was swapped; stayed where it was: {reasons}")
+        for line in region_lines(step):
+            console.say(f"{step.name}: {line}")
+
+
+def region_lines(step: StepRecord) -> list[str]:
+    """How the recomputed regions of a step are made again: a line for each way and reason."""
+    lines = []
+    for total in step.regions:
+        regions, verb = ("1 region", "runs") if total.count == 1 else (f"{total.count} regions", "run")
+        how = f"Python again: {total.reason}" if total.reason else "from a tape"
+        names = f" ({shown_names(total.names)})" if total.names else ""
+        lines.append(f"{regions} {verb} {how}{names}")
+    return lines

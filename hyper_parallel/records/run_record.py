@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from typing import Any, Final
 
 from hyper_parallel.fates import Fate
@@ -21,12 +22,22 @@ from hyper_parallel.records.record_files import load_record, require, save_recor
 from hyper_parallel.records.versions import Versions
 from hyper_parallel.records.work_span import WorkSpan
 
-__all__ = ["PROCESS_PART", "FateTotal", "MemoryCurve", "OpTotal", "RunRecord", "StepRecord"]
+__all__ = [
+    "PROCESS_PART",
+    "FateTotal",
+    "MemoryCurve",
+    "OpTotal",
+    "RegionTotal",
+    "RunRecord",
+    "StepRecord",
+    "shown_names",
+]
 
 SCHEMA: Final = "hyper_parallel.run/2"
 STEP_SCHEMA: Final = "hyper_parallel.step/2"
 MOST_POINTS: Final = 20_000
 MOST_STEPS: Final = 64
+_MOST_NAMES: Final = 4  # that a line or a cell shows
 PROCESS_PART: Final = "process without the model"  # of a peak that is a whole process's memory
 
 
@@ -63,6 +74,18 @@ class FateTotal:
 
     def __post_init__(self) -> None:
         require(self.nbytes >= 0, f"FateTotal {self.fate.value}: {self.nbytes} bytes is negative")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RegionTotal:
+    """The recomputed regions of one step that are made again in one way."""
+
+    reason: str = ""  # why their Python runs again; empty: they run from a tape
+    count: int  # of calls
+    names: tuple[str, ...] = ()  # their modules, each once
+
+    def __post_init__(self) -> None:
+        require(self.count >= 0, f"RegionTotal {self.reason!r}: a count of {self.count} is negative")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,6 +130,7 @@ class StepRecord:
     spans: tuple[WorkSpan, ...] = ()
     fates: tuple[FateTotal, ...] = ()
     ops: tuple[OpTotal, ...] = ()
+    regions: tuple[RegionTotal, ...] = ()  # empty also in files of versions that had no recorder
     predicted: Prediction | None = None  # what the plan that it ran under said before
     notes: tuple[str, ...] = ()
 
@@ -175,6 +199,12 @@ class RunRecord:
     def load(cls, path: str | os.PathLike[str]) -> RunRecord:
         """Read what :meth:`save` wrote."""
         return load_record(cls, path, schema=SCHEMA, older={"hyper_parallel.run/1": _run_from_schema_1})
+
+
+def shown_names(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
+    more = len(names) - _MOST_NAMES
+    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 
 
 # ---------------------------------------------------------------------- schema 1

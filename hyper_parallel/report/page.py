@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from hyper_parallel.config import show_bytes
 from hyper_parallel.fates import Fate
-from hyper_parallel.records.run_record import FateTotal, OpTotal, RunRecord, StepRecord
+from hyper_parallel.records.run_record import FateTotal, OpTotal, RunRecord, StepRecord, shown_names
 
 __all__ = ["render_page", "write_page"]
 
@@ -46,6 +46,7 @@ def render_page(run: RunRecord) -> str:
         "peaks": _peaks(run),
         "fates": _fates(run),
         "ops": _ops(run),
+        "regions": _regions(run),
         "predicted": _predicted(run),
         "configuration": _configuration(run),
         "notes": _notes(run),
@@ -202,6 +203,25 @@ def _ops(run: RunRecord) -> str:
             heads = ("op", "saved", "swapped", "recomputed", "kept", "because")
             tables.append(_table(heads, rows, words=(5,), kind="small"))
     return "".join(tables)
+
+
+def _regions(run: RunRecord) -> str:
+    rows = [
+        [
+            _text(step.name),
+            str(total.count),
+            "runs Python again" if total.reason else "from a tape",
+            _text(total.reason),
+            _text(shown_names(total.names)),
+        ]
+        for step in run.steps
+        for total in step.regions
+    ]
+    if not rows:
+        return ""
+    note = "From a tape backward runs the recorded ops that it needs. Otherwise the region's Python runs a second time."
+    table = _table(("way", "regions", "made again", "because", "which"), rows, words=(2, 3, 4))
+    return f'<section><h2>Recomputed regions</h2><p class="soft small">{note}</p>{table}</section>'
 
 
 def _predicted(run: RunRecord) -> str:

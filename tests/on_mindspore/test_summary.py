@@ -45,6 +45,8 @@ def test_it_is_said_once(wrap: Callable[[Any], Any], words: str, caplog: pytest.
     gradients(x)
     (line,) = lines(caplog)
     assert line.startswith(f"hyper_parallel: first step: {words}")
+    assert "tape" not in line, "there is no recorder for MindSpore"
+    assert "Python again" not in line
 
 
 def test_off_is_off(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

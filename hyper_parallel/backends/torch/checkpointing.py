@@ -16,19 +16,21 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.backends.torch.graph import is_in_backward
 from hyper_parallel.backends.torch.region_state import RegionState
 from hyper_parallel.backends.torch.saved_tensors import AsyncSaveOnCpu, unpack
 from hyper_parallel.backends.torch.selective import create_selective_checkpoint_contexts
 from hyper_parallel.backends.torch.tape import region_for, why_no_tape
-from hyper_parallel.backends.torch.tape_policies import SwappedOutputs
+from hyper_parallel.backends.torch.tape_policies import ObservedReplays, SwappedOutputs, owner_of
 from hyper_parallel.backends.torch.tensor_adapter import TENSORS
-from hyper_parallel.backends.torch.transformers_cache import with_own_cache
+from hyper_parallel.backends.torch.transformers_cache import refuse_left_out_caches, with_own_cache
 from hyper_parallel.core.activation_checkpoint.calls import (
     Calls,
     CheckpointCall,
     ContextPair,
     Recomputation,
     RecordedCall,
+    is_in_replayed_region,
     noop_context_fn,
 )
 from hyper_parallel.core.activation_checkpoint.contexts import Nested
@@ -72,9 +74,17 @@ class TorchCalls(Calls):
             return None
         reason = why_no_tape(call.function, call.policy, call.asked)
         if reason is not None:
-            SwapManager().counters.add_to("regions_from_python", reason)
+            is_replay = (
+                is_in_replayed_region() and is_in_backward()
+            )  # of a region around it: this call was counted in forward
+            if not is_replay:
+                SwapManager().counters.count_region(owner_of(call.function), reason)
             return None
-        swaps = None if call.policy is None else SwappedOutputs(call.where, call.swap_config, call.position)
+        refuse_left_out_caches(call.function, call.args, call.kwargs)
+        observed = ObservedReplays.of(call.function)
+        swaps = (
+            observed if call.policy is None else SwappedOutputs(call.where, call.swap_config, call.position, observed)
+        )
         region = region_for(call.function)
         return functools.partial(region.run, call.where, call.function, call.args, call.kwargs, call.policy, swaps)
 

@@ -25,10 +25,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hyper_parallel.backends.torch import native
 from hyper_parallel.backends.torch.storages import tensors_in
-from hyper_parallel.backends.torch.tape_policies import SwappedOutputs, fates_for
+from hyper_parallel.backends.torch.tape_policies import ObservedReplays, SwappedOutputs, fates_for, owner_of
 from hyper_parallel.core.activation_checkpoint.calls import is_in_replayed_region
 from hyper_parallel.core.activation_checkpoint.policy import ByOpName, PolicyTable
 from hyper_parallel.core.activation_checkpoint.region_state import changed_in_place
+from hyper_parallel.core.activation_checkpoint.statistics import INSIDE_REPLAYED_REGION
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import InPlaceChangeError
 
@@ -63,9 +64,9 @@ class TapeRegion:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         policy: PolicyTable | None = None,
-        swaps: SwappedOutputs | None = None,
+        swaps: SwappedOutputs | ObservedReplays | None = None,
     ) -> Any:
-        """Call the function once, recorded. ``swaps`` comes with a policy."""
+        """Call the function once, recorded. With a policy come :class:`SwappedOutputs`."""
         recorder = self._recorder
         _HIGHER_ORDER_OPS.pass_over_recorder(recorder)
         fates = None if policy is None else fates_for(policy)
@@ -94,14 +95,12 @@ class TapeRegion:
         if self._module is not None:
             tape.copy_held(_small_buffers(self._module()))
         tape.show_held(*(outer if outer is not None else (None, None)))
-        if swaps is not None and not reason:
+        if isinstance(swaps, SwappedOutputs) and not reason:
             swaps.set_order(tape.given_in_order())
         counters = SwapManager().counters
         if reason:
             self.reason = reason
-            counters.add_to("regions_from_python", reason, 1)
-        else:
-            counters.add("regions_from_tape", 1)
+        counters.count_region(owner_of(function), reason)
         counters.add("recomputed_bytes", tape.recomputed_bytes)
         counters.add("saved_bytes", tape.saved_bytes)
         return output
@@ -140,7 +139,7 @@ _LOCK = threading.Lock()
 
 def region_for(function: Callable[..., Any]) -> TapeRegion:
     """The region of a module, or of a function's code: a lambda that is made anew in each step is one region."""
-    owner = getattr(function, "__self__", function)
+    owner = owner_of(function)
     key: Any = owner if isinstance(owner, torch.nn.Module) else getattr(function, "__code__", owner)
     with _LOCK:
         region = _REGIONS.get(key)
@@ -170,7 +169,7 @@ def why_no_tape(function: Callable[..., Any], policy: Any, asked: dict[str, Any]
         if value and name not in _SERVED:
             return f"the option {name}"
     if is_in_replayed_region() or _is_in_torchs_checkpoint():
-        return "inside a region whose Python runs again"
+        return INSIDE_REPLAYED_REGION
     if torch.is_inference_mode_enabled():
         return "inference mode"
     if torch._C._functorch.peek_interpreter_stack() is not None:

@@ -25,7 +25,7 @@ from hyper_parallel.core.activation_checkpoint.record import Position
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.fates import Fate
 
-__all__ = ["SwappedOutputs", "fates_for"]
+__all__ = ["ObservedReplays", "SwappedOutputs", "fates_for", "owner_of"]
 
 _NUMBERS: Final = {Fate.RECOMPUTE: 0, Fate.SAVE: 1, Fate.SWAP: 2}  # as in native/fates.h
 _RECOMPUTED: Final = (0, None)
@@ -98,10 +98,48 @@ def _is_weight_cast(source: torch.Tensor) -> bool:
     return is_weight_cast((source,))
 
 
+def owner_of(function: Callable[..., Any]) -> Any:
+    """The module whose method a region runs, or the function itself."""
+    return getattr(function, "__self__", function)
+
+
+class ObservedReplays:
+    """Tells the observer of a step when a tape's replays begin and end. Only regions that run while somebody observes have one.
+
+    A tape of a region without a policy calls ``begin`` and ``end`` of this class as it calls those of :class:`SwappedOutputs`.
+    """
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> ObservedReplays | None:
+        """For one call of this function; None where nobody observes."""
+        observer = SwapManager().counters.on_replay
+        return None if observer is None else cls(function, observer)
+
+    def __init__(self, function: Callable[..., Any], observer: Callable[[Any, bool], None]) -> None:
+        owner = owner_of(function)
+        # The tape is invisible to the garbage collector, and a module may hold its own output.
+        self._owner = weakref.ref(owner) if isinstance(owner, torch.nn.Module) else lambda: owner
+        self._observer = observer
+
+    def begin(self) -> None:
+        """A replay begins."""
+        self._observer(self._owner(), True)
+
+    def end(self) -> None:
+        """A replay ended, with or without an error."""
+        self._observer(self._owner(), False)
+
+    def close(self) -> None:
+        """Forward is over. Nothing to do: no value goes through this class."""
+
+
 class SwappedOutputs:
     """The swapped outputs of one region. The methods are called by its tape, under the tape's lock."""
 
-    def __init__(self, where: str, config: SwapConfig | None, position: Position) -> None:
+    def __init__(
+        self, where: str, config: SwapConfig | None, position: Position, observed: ObservedReplays | None = None
+    ) -> None:
+        self._observed = observed
         self._packer = TorchPacker(config=config, where=where, position=position)
         self._position = position
         self._engines: set[Engine] = set()
@@ -140,11 +178,15 @@ class SwappedOutputs:
         task = TENSORS.current_task(self._position)
         if task is not None:
             SwapManager().start_prefetch(task, self._engines)
+        if self._observed is not None:
+            self._observed.begin()
 
     def end(self) -> None:
         """A replay ended. The tape holds what is still needed; the engine's own reference would keep all of it."""
         self._is_in_replay = False
         self._drop_used()
+        if self._observed is not None:
+            self._observed.end()
 
     def close(self) -> None:
         """Forward is over: from here the region's values are wanted when backward reaches its last node."""

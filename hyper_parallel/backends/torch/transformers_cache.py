@@ -1,10 +1,11 @@
 """Key-value caches of transformers inside recomputed regions.
 
-Transformers leaves its cache on by default, also in training, and every layer appends to it. A replay would append a second
-time, and the cache would keep every layer's keys and values on the device. So each run of a region, forward or replay, gets
-the cache as it was before, in a copy of its own: the values are those of the plain step, and nothing keeps them. Without
-gradients nothing is replayed, and the caller's cache is filled: ``generate`` reads it. A cache that was left empty in this
-way is remembered, and refused when a later forward goes on with it, because the values would silently differ.
+Transformers leaves its cache on by default, also in training, and every layer appends to it. A region that runs from a tape
+appends once, and needs nothing. A replay that runs Python again would append a second time, and the cache would keep every
+layer's keys and values on the device. So each run of such a region, forward or replay, gets the cache as it was before, in a
+copy of its own: the values are those of the plain step, and nothing keeps them. Without gradients nothing is replayed, and
+the caller's cache is filled: ``generate`` reads it. A cache that was left empty in this way is remembered, and refused when
+a later forward goes on with it, because the values would silently differ.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 
 from hyper_parallel.errors import PlanError
 
-__all__ = ["is_cache", "with_own_cache"]
+__all__ = ["is_cache", "refuse_left_out_caches", "with_own_cache"]
 
 _LEFT_OUT: Final = "_hyper_parallel_left_out"
 
@@ -31,6 +32,8 @@ def with_own_cache(function: Callable[..., Any], args: Any, kwargs: dict[str, An
         _refuse_left_out(cache, function)
     if not torch.is_grad_enabled():
         return function
+    for cache in caches:
+        _note_left_out(cache, function)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         args = tuple(_own(value) for value in args)
@@ -40,21 +43,29 @@ def with_own_cache(function: Callable[..., Any], args: Any, kwargs: dict[str, An
     return run
 
 
-def _refuse_left_out(cache: Any, function: Any) -> None:
-    """The first call of a module with gradients notes that the cache misses it; the second finds the note."""
+def refuse_left_out_caches(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
+    """Raise where a call has a cache that an earlier call of this module left as it was."""
+    for value in (*args, *kwargs.values()):
+        if is_cache(value):
+            _refuse_left_out(value, function)
+
+
+def _note_left_out(cache: Any, function: Any) -> None:
+    """The cache misses what this module would have appended."""
     module = getattr(function, "__self__", function)
-    if not isinstance(module, torch.nn.Module):
-        return  # a function has no identity that a second call would share
-    left_out: set[int] = vars(cache).get(_LEFT_OUT, set())
-    if id(module) in left_out:
+    if isinstance(module, torch.nn.Module):  # a function has no identity that a second call would share
+        vars(cache)[_LEFT_OUT] = vars(cache).get(_LEFT_OUT, set()) | {id(module)}
+
+
+def _refuse_left_out(cache: Any, function: Any) -> None:
+    module = getattr(function, "__self__", function)
+    if id(module) in vars(cache).get(_LEFT_OUT, ()):
         raise PlanError(
             f"{type(module).__name__}: cannot go on with a key-value cache that it saw before in a forward with gradients, "
             "because that forward is replayed and left the cache as it was. Give every such forward a cache of its own "
             "(use_cache=False gives none), run the earlier one under torch.no_grad(), or use hp.swap_wrapper, which replays "
             "nothing."
         )
-    if torch.is_grad_enabled():
-        vars(cache)[_LEFT_OUT] = left_out | {id(module)}
 
 
 def _own(value: Any) -> Any:

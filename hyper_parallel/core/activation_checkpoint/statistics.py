@@ -11,9 +11,10 @@ from typing import Any
 
 from hyper_parallel.core.activation_checkpoint.far.tier import TierStatistics
 
-__all__ = ["Counters", "KeepReason", "SwapStats"]
+__all__ = ["INSIDE_REPLAYED_REGION", "Counters", "KeepReason", "SwapStats"]
 
 SCHEMA = 1
+INSIDE_REPLAYED_REGION = "inside a region whose Python runs again"  # a key of SwapStats.regions_from_python
 
 
 class KeepReason:
@@ -77,6 +78,10 @@ class Counters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.trace: Callable[[str, Any], None] | None = None  # called with (what, record) at every step of the schedule
+        self.on_replay: Callable[[Any, bool], None] | None = None
+        """Called with a region's module or function where a replay of its tape begins (True) and ends (False)."""
+        self.on_region: Callable[[Any, str], None] | None = None
+        """Called by :meth:`count_region` with the same arguments."""
         self.reset()
 
     def reset(self) -> None:
@@ -122,6 +127,15 @@ class Counters:
         """Add to one entry of a table."""
         with self._lock:
             getattr(self, field)[key] += amount
+
+    def count_region(self, region: Any, reason: str) -> None:
+        """Count one call of a region (a module or a function): why it runs Python again; empty: it runs from a tape."""
+        if reason:
+            self.add_to("regions_from_python", reason)
+        else:
+            self.add("regions_from_tape", 1)
+        if self.on_region is not None:
+            self.on_region(region, reason)
 
     def snapshot(self, *, tiers: tuple[TierStatistics, ...], live_records: int) -> SwapStats:
         """The frozen record."""

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from hyper_parallel.config import show_bytes
-from hyper_parallel.core.activation_checkpoint.statistics import SwapStats
+from hyper_parallel.core.activation_checkpoint.statistics import INSIDE_REPLAYED_REGION, SwapStats
 
 __all__ = ["LOGGER", "FirstStep", "is_wanted"]
 
@@ -63,12 +63,16 @@ def _write(line: str) -> None:
 
 def _since(before: SwapStats, stats: SwapStats) -> SwapStats:
     kept = {reason: nbytes - before.kept_bytes.get(reason, 0) for reason, nbytes in stats.kept_bytes.items()}
+    python = {
+        reason: count - before.regions_from_python.get(reason, 0) for reason, count in stats.regions_from_python.items()
+    }
     return dataclasses.replace(
         stats,
         swapped_out_bytes=stats.swapped_out_bytes - before.swapped_out_bytes,
         recomputed_bytes=stats.recomputed_bytes - before.recomputed_bytes,
         saved_bytes=stats.saved_bytes - before.saved_bytes,
         regions_from_tape=stats.regions_from_tape - before.regions_from_tape,
+        regions_from_python={reason: count for reason, count in python.items() if count},
         kept_bytes={reason: nbytes for reason, nbytes in kept.items() if nbytes},
     )
 
@@ -77,17 +81,35 @@ def _line(stats: SwapStats, first_step: FirstStep) -> str:
     done = [f"swapped {show_bytes(stats.swapped_out_bytes)}" if stats.swapped_out_bytes else "nothing was swapped"]
     regions = first_step.recomputed_regions
     if regions:
-        what = "1 region" if regions == 1 else f"{regions} regions"
         how = f" ({show_bytes(stats.recomputed_bytes)})" if stats.recomputed_bytes else ""
         if stats.regions_from_tape:
             how += " from a tape" if stats.regions_from_tape >= regions else f", {stats.regions_from_tape} from a tape"
-        done.append(f"recomputed {what}{how}")
+        done.append(f"recomputed {_counted(regions)}{how}")
     if stats.saved_bytes:
         done.append(f"saved {show_bytes(stats.saved_bytes)}")
     kept = ", ".join(f"{reason} {show_bytes(stats.kept_bytes[reason])}" for reason in sorted(stats.kept_bytes))
-    words = f"hyper_parallel: first step: {', '.join(done)}"
+    words = f"hyper_parallel: first step: {', '.join(done)}{_python_again(stats.regions_from_python, regions)}"
     if kept:
         words += f"; stayed where it was: {kept}"
     if first_step.predicted_peak_bytes is not None:
         words += f"; predicted peak {show_bytes(first_step.predicted_peak_bytes)}"
     return words
+
+
+def _counted(regions: int) -> str:
+    return "1 region" if regions == 1 else f"{regions} regions"
+
+
+def _python_again(reasons: Mapping[str, int], regions: int) -> str:
+    """Why regions run Python again: the most frequent reason. Empty where none does, or where a framework has no recorder.
+
+    A region inside another one runs Python again because that one does, so the reason of that one comes first.
+    """
+    if not reasons:
+        return ""
+    count = sum(reasons.values())
+    first = max(reasons, key=lambda reason: (reason != INSIDE_REPLAYED_REGION, reasons[reason]))
+    who = "they run" if count >= regions else "1 region runs" if count == 1 else f"{count} regions run"
+    others = len(reasons) - 1
+    more = f" ({others} more in stats().regions_from_python)" if others else ""
+    return f"; {who} Python again: {first}{more}"

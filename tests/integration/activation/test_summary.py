@@ -15,6 +15,9 @@ import torch
 from torch import nn
 
 import hyper_parallel as hp
+from hyper_parallel import CheckpointPolicy
+from hyper_parallel.backends.torch import native
+from hyper_parallel.core.activation_checkpoint.calls import noop_context_fn
 from hyper_parallel.core.activation_checkpoint.summary import LOGGER, is_wanted
 from hyper_parallel.testing import simulated_accelerator
 
@@ -68,20 +71,69 @@ def test_nothing_swapped_is_said_plainly(caplog: pytest.LogCaptureFixture) -> No
     assert line.startswith("hyper_parallel: first step: nothing was swapped; stayed where it was: already_on_host")
 
 
-@pytest.mark.python_replay  # tests/integration/tape has the line of regions that run from a tape
-@pytest.mark.parametrize(
+WRAPS = pytest.mark.parametrize(
     "wrap",
     [hp.checkpoint_wrapper, lambda layer: lambda x: hp.checkpoint(layer, x)],
     ids=["wrapper", "function"],
 )
-def test_regions_made_again_are_counted(
-    wrap: Callable[[nn.Module], Callable[[torch.Tensor], torch.Tensor]], caplog: pytest.LogCaptureFixture
-) -> None:
+Wrap = Callable[[nn.Module], Callable[[torch.Tensor], torch.Tensor]]
+
+
+def step_of_three(wrap: Wrap) -> None:
     x = torch.randn(8, 256)
     for layer in [wrap(Layer()) for _ in range(3)]:
         x = layer(x)
     x.sum().backward()
-    assert lines(caplog) == ["hyper_parallel: first step: nothing was swapped, recomputed 3 regions"]
+
+
+@WRAPS
+def test_regions_made_again_are_counted(wrap: Wrap, caplog: pytest.LogCaptureFixture) -> None:
+    step_of_three(wrap)
+    (line,) = lines(caplog)
+    before = "hyper_parallel: first step: nothing was swapped, recomputed 3 regions"
+    if native.load() is None:
+        assert line == f"{before}; they run Python again: no native recorder: {native.why_not()}"
+    else:
+        assert line.startswith(f"{before} (")
+        assert line.endswith(" from a tape")
+
+
+@pytest.mark.python_replay
+@WRAPS
+def test_without_a_recorder_the_line_says_how_to_get_it(wrap: Wrap, caplog: pytest.LogCaptureFixture) -> None:
+    step_of_three(wrap)
+    assert lines(caplog) == [
+        "hyper_parallel: first step: nothing was swapped, recomputed 3 regions; they run Python again: "
+        f"no native recorder: {native.why_not()}"
+    ]
+    assert "HYPER_PARALLEL_NATIVE" in lines(caplog)[0]
+
+
+def recomputes(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_RECOMPUTE
+
+
+def test_the_most_frequent_reason_why_python_runs_again_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    inner = Layer()
+
+    def around(x: torch.Tensor) -> torch.Tensor:
+        return sum(hp.checkpoint(inner, x) for _ in range(5)) * x
+
+    x = torch.randn(8, 256, requires_grad=True)
+    x = hp.checkpoint(around, hp.checkpoint(Layer(), x), policy_fn=recomputes)  # with five regions inside it
+    hp.checkpoint(Layer(), hp.checkpoint(Layer(), x, policy_fn=recomputes), context_fn=noop_context_fn).sum().backward()
+    (line,) = lines(caplog)
+    counted = dict(hp.stats().regions_from_python)
+    if native.load() is None:
+        assert counted == {f"no native recorder: {native.why_not()}": 9}
+        assert "recomputed 9 regions (" in line
+        assert line.endswith(f"; they run Python again: no native recorder: {native.why_not()}")
+    else:
+        function = "a policy that is a function of an op's arguments"
+        assert counted == {function: 2, "the option context_fn": 1, "inside a region whose Python runs again": 5}
+        assert hp.stats().regions_from_tape == 1
+        assert ", 1 from a tape; 8 regions run Python again: " in line
+        assert line.endswith(f": {function} (2 more in stats().regions_from_python)")
 
 
 def test_a_forward_without_a_backward_says_nothing_and_does_not_use_the_line_up(

@@ -15,6 +15,7 @@ from transformers import Trainer, TrainingArguments, default_data_collator
 from trl import SFTConfig, SFTTrainer
 
 from hyper_parallel import CheckpointPolicy
+from hyper_parallel.backends.torch import native
 from hyper_parallel.errors import PlanError
 from hyper_parallel.integrations import apply
 from hyper_parallel.integrations import transformers as adapter
@@ -206,7 +207,10 @@ def test_a_treated_model_generates_what_the_plain_one_does(what: Any) -> None:
 
 @pytest.mark.parametrize("grad_later", [True, False], ids=["gradients", "no_grad"])
 @pytest.mark.parametrize("what", ["boundary", policy], ids=["boundary", "policy"])
-def test_a_cache_that_a_replayed_forward_left_empty_is_refused(what: Any, grad_later: bool) -> None:
+def test_a_cache_that_a_replayed_forward_left_empty_is_refused(
+    what: Any, grad_later: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYPER_PARALLEL_NATIVE", "0")  # a tape fills the cache, once
     model = tiny.model()
     ids = torch.tensor([row["input_ids"] for row in tiny.rows(2)])
     with apply(model, what):
@@ -216,15 +220,29 @@ def test_a_cache_that_a_replayed_forward_left_empty_is_refused(what: Any, grad_l
                 model(ids[:, 16:], past_key_values=first.past_key_values)
 
 
-@pytest.mark.parametrize("what", ["boundary", "swap"])
-def test_a_forward_goes_on_with_a_cache_that_was_filled(what: str) -> None:
-    """Without gradients a region fills it, and ``swap``, which replays nothing, does so with gradients too."""
+def test_a_cache_that_a_replayed_forward_left_empty_is_refused_by_every_later_region() -> None:
+    """Regions with a policy function run Python again. Those of the preset run from a tape where there is a recorder."""
     model = tiny.model()
+    ids = torch.tensor([row["input_ids"] for row in tiny.rows(2)])
+    with apply(model, policy):
+        first = model(ids[:, :16], use_cache=True)
+    with (
+        apply(model, "boundary"),
+        pytest.raises(PlanError, match="LlamaDecoderLayer: cannot go on with a key-value cache"),
+    ):
+        model(ids[:, 16:], past_key_values=first.past_key_values)
+
+
+@pytest.mark.parametrize("what", ["boundary", "recompute", "swap"])
+def test_a_forward_goes_on_with_a_cache_that_was_filled(what: str) -> None:
+    """Without gradients a region fills it. With gradients ``swap`` does, which replays nothing, and a region with a tape."""
+    model = tiny.model()
+    fills_with_gradients = what == "swap" or native.load() is not None
     ids = torch.tensor([row["input_ids"] for row in tiny.rows(2)])
 
     def gradients() -> dict[str, torch.Tensor]:
         model.zero_grad()
-        with torch.set_grad_enabled(what == "swap"):
+        with torch.set_grad_enabled(fills_with_gradients):
             first = model(ids[:, :16], use_cache=True)
         model(ids[:, 16:], past_key_values=first.past_key_values, labels=ids[:, 16:]).loss.backward()
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

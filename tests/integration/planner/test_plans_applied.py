@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hyper_parallel as hp
-from hyper_parallel.backends.torch import CheckpointWrapper
+from hyper_parallel.backends.torch import CheckpointWrapper, native
 from hyper_parallel.backends.torch.planner.blocks import fingerprint_of
 from hyper_parallel.errors import PlanError
 from hyper_parallel.fates import Fate
@@ -82,6 +82,9 @@ def test_exactly_the_named_values_leave() -> None:
     assert out == sorted([ACTIVATION, 3 * ACTIVATION, ACTIVATION, 4 * ACTIVATION])
     assert stats["saved_bytes"] == 4 * ACTIVATION
     assert stats["regions"] == 3
+    recorded = 0 if native.load() is None else 3
+    assert stats["regions_from_tape"] == recorded
+    assert sum(stats["regions_from_python"].values()) == 3 - recorded
 
 
 def test_blocks_that_are_left_alone_are_not_touched() -> None:

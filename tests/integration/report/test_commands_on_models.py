@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from hyper_parallel.backends.torch import native
 from hyper_parallel.planner.plan import Plan
 from hyper_parallel.records.run_record import RunRecord
 
@@ -98,6 +99,9 @@ def test_from_a_model_to_a_plan_to_a_report(folder: Path) -> None:
     peaks = {way["name"]: way["peak_bytes"] for way in ways}
     assert peaks["auto"] <= budget
     assert peaks["recompute"] < peaks["none"]
+    of_blocks = {"count": 4, "names": [f"layers.{at}" for at in range(4)]}
+    how = {} if native.load() is not None else {"reason": f"no native recorder: {native.why_not()}"}
+    assert [way["regions"] for way in ways[:2]] == [[], [of_blocks | how]]
     record = RunRecord.load(folder / "run.json")
     assert len(record.steps[0].gradients) == 64
     assert {step.gradients for step in record.steps} == {record.steps[0].gradients}
@@ -105,10 +109,14 @@ def test_from_a_model_to_a_plan_to_a_report(folder: Path) -> None:
     assert record.steps[-1].ops
     out, _ = run(folder, "report", "run.json", "--svg", "figure.svg", "--trace", "trace.json")
     assert "report.html" in out
+    shown = "from a tape" if native.load() is not None else "Python again: no native recorder: "
+    assert f"recompute: 4 regions run {shown}" in " ".join(out.split())
+    assert shown.split(":")[0] in (folder / "report.html").read_text()
     assert {"report.html", "figure.svg", "trace.json"} <= {path.name for path in folder.iterdir()}
 
 
-def test_bench_names_the_way_whose_gradients_differ(folder: Path) -> None:
+def test_bench_names_the_way_whose_gradients_differ(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYPER_PARALLEL_NATIVE", "0")  # a replay from a tape runs none of this Python, and is right
     out, err = run(folder, "bench", "my_model:wrong", "--simulate", "--steps", "1", code=1)
     assert "the first step's gradients of recompute differ from those of none" in err
     assert "DIFFERENT" in out

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import hyper_parallel as hp
+from hyper_parallel import CheckpointPolicy
+from hyper_parallel.backends.torch import native
 from hyper_parallel.backends.torch.step_observation import WAYS, StepObserver, find_observed_blocks, in_one_way
 from hyper_parallel.config import configure
 from hyper_parallel.fates import Fate
 from hyper_parallel.planner.fit import profile_memory
 from hyper_parallel.planner.planning import plan_memory
 from hyper_parallel.planner.totals import op_totals
-from hyper_parallel.records.run_record import PROCESS_PART, StepRecord
+from hyper_parallel.records.run_record import PROCESS_PART, RegionTotal, StepRecord
 from hyper_parallel.records.work_span import Track
 from hyper_parallel.testing import simulated_accelerator
 
@@ -75,6 +79,7 @@ def test_the_step_left_alone_on_the_simulated_device() -> None:
     assert names(record, Track.REPLAY) == []
     assert record.out_bytes == 0
     assert record.fates == ()
+    assert record.regions == ()
 
 
 def test_a_replay_is_seen_as_one() -> None:
@@ -82,6 +87,56 @@ def test_a_replay_is_seen_as_one() -> None:
         record, _ = recorded("recompute")
     assert names(record, Track.FORWARD) == FORWARDS
     assert names(record, Track.REPLAY) == FORWARDS[::-1]
+    reason = "" if native.load() is not None else f"no native recorder: {native.why_not()}"
+    assert record.regions == (RegionTotal(reason=reason, count=LAYERS, names=tuple(FORWARDS)),)
+
+
+@pytest.mark.parametrize(
+    "policy", [["addmm"], lambda ctx, op, *args: CheckpointPolicy.MUST_RECOMPUTE], ids=["list", "function"]
+)
+def test_a_replay_of_a_region_with_a_policy_is_seen_as_one(policy: Any) -> None:
+    """A list of op names runs from a tape where there is a recorder. A function runs Python again."""
+    model, x = Model(), torch.randn(ROWS, WIDTH)
+    with simulated_accelerator(timing="eager"):
+        blocks = find_observed_blocks(model)
+        for at in range(LAYERS):
+            model.layers[at] = hp.checkpoint_wrapper(model.layers[at], policy_fn=policy)
+        record = StepObserver(model, lambda: model(x).sum().backward(), blocks).observe("policy", warmup=0, steps=1)
+    assert names(record, Track.FORWARD) == FORWARDS
+    assert names(record, Track.REPLAY) == FORWARDS[::-1]
+    is_recorded = native.load() is not None
+    reason = "a policy that is a function of an op's arguments" if callable(policy) else ""
+    reason = reason if is_recorded else f"no native recorder: {native.why_not()}"
+    assert record.regions == (RegionTotal(reason=reason, count=LAYERS, names=tuple(FORWARDS)),)
+    counters = hp.SwapManager().counters
+    assert counters.on_replay is counters.on_region is None
+
+
+def test_a_replay_lies_inside_the_backward_of_its_block() -> None:
+    with simulated_accelerator(timing="eager"):
+        record, _ = recorded("recompute")
+    backwards = {span.name: span for span in record.spans if span.track is Track.BACKWARD}
+    replays = [span for span in record.spans if span.track is Track.REPLAY]
+    assert len(replays) == LAYERS
+    for replay in replays:
+        around = backwards[replay.name]
+        assert around.start_us <= replay.start_us <= replay.end_us <= around.end_us
+
+
+def test_the_replay_of_a_region_that_is_no_module_has_the_name_of_its_function() -> None:
+    model, x = Model(), torch.randn(ROWS, WIDTH)
+
+    def run_layers(x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(model.layers[1](model.layers[0](x)))
+
+    def step() -> None:
+        hp.checkpoint(run_layers, x).sum().backward()
+
+    with simulated_accelerator(timing="eager"):
+        record = StepObserver(model, step, find_observed_blocks(model)).observe("function", warmup=0, steps=1)
+    of_python = ["layers.0", "layers.1"]  # the modules that run again
+    of_tape = [run_layers.__qualname__]
+    assert names(record, Track.REPLAY) == (of_python if native.load() is None else of_tape)
 
 
 def test_swapped_bytes_are_counted_per_step() -> None:

@@ -15,8 +15,9 @@ from hyper_parallel.cli.completion import options_of, script_for
 from hyper_parallel.cli.console import Console, plain_table
 from hyper_parallel.cli.main import COMMANDS, build_parser, main
 from hyper_parallel.planner.planning import plan_memory
+from hyper_parallel.records.run_record import RegionTotal
 from tests.unit.planner_core.small import small_profile
-from tests.unit.report.runs import HOSTILE, small_run
+from tests.unit.report.runs import HOSTILE, planned_step, small_run, small_step
 
 MODELS = """
 import missing_on_purpose
@@ -180,6 +181,55 @@ def test_a_plan_is_made_from_a_profile_and_explained(
     assert code == 0
     assert "plan.json does the same" in out
     assert "Bytes by kind of op" in out
+
+
+REGIONS = (
+    RegionTotal(count=6, names=tuple(f"layers.{at}" for at in range(6))),
+    RegionTotal(count=1, reason="a compiled module", names=("head",)),
+)
+REGION_LINES = [
+    "6 regions run from a tape (layers.0, layers.1, layers.2, layers.3 and 2 more)",
+    "1 region runs Python again: a compiled module (head)",
+]
+
+
+def test_explain_says_how_the_recomputed_regions_ran(
+    planned: Any, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    budget = plan_memory(planned, 10**6, effort=0.2).untouched.peak_bytes - 10
+    plan = plan_memory(planned, budget, effort=0.2)
+    plan.save("plan.json")
+    recipes = [plan.recipes[block.recipe] for block in plan.blocks if block.recipe is not None]
+    count = sum(region.is_replayed for recipe in recipes for region in recipe.regions)
+    assert count > 0, "else there is nothing to explain"
+    code, out, _ = answer(capsys, "explain", "plan.json")
+    assert code == 0
+    assert f"{count} region" in out
+    assert "from a tape where torch's native recorder is there" in " ".join(out.split())
+    steps = (small_step("none"), dataclasses.replace(planned_step(), regions=REGIONS), small_step("swap"))
+    dataclasses.replace(small_run(), steps=steps).save("run.json")
+    code, out, _ = answer(capsys, "explain", "plan.json", "--run", "run.json")
+    assert code == 0
+    for line in REGION_LINES:
+        assert f"in the run, auto: {line}" in " ".join(out.split())
+    code, out, _ = answer(capsys, "explain", "plan.json", "--run", "run.json", "--json")
+    said = json.loads(out)
+    assert said["recomputed_regions"] == count
+    assert said["regions"][1] == {"reason": "a compiled module", "count": 1, "names": ["head"]}
+
+
+def test_report_says_how_the_recomputed_regions_ran(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = (small_step("none"), dataclasses.replace(small_step("recompute"), regions=REGIONS))
+    dataclasses.replace(small_run(), steps=steps).save("run.json")
+    code, out, _ = answer(capsys, "report", "run.json", "-o", "r.html")
+    assert code == 0
+    for line in REGION_LINES:
+        assert f"recompute: {line}" in " ".join(out.split())
+    assert "none: " not in out
+    page = Path("r.html").read_text()
+    assert "Recomputed regions" in page
+    assert "from a tape" in page
+    assert "a compiled module" in page
 
 
 def test_a_budget_that_cannot_be_kept_says_what_can(planned: Any, capsys: pytest.CaptureFixture[str]) -> None:

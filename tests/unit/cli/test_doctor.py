@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hyper_parallel._version import TESTED_TORCH
+from hyper_parallel.backends.torch import native
 from hyper_parallel.backends.torch.machine import Accelerator, DiskSpeed, disk_speed
 from hyper_parallel.cli.doctor import Machine, examined, findings
 from hyper_parallel.cli.main import main
@@ -35,6 +37,7 @@ HOST = Machine(
     cores=2,
     disk_path="/fast",
     disk=DISK,
+    recorder="there",
 )
 
 
@@ -116,7 +119,66 @@ def test_the_command_measures_this_machine(
 
 def test_a_tape_is_named_with_the_reason_why_there_is_none() -> None:
     assert verdicts(HOST)["recompute from a tape"] == "yes"
-    without = dataclasses.replace(HOST, recorder_problem="there is no C++ compiler")
+    without = dataclasses.replace(HOST, recorder="missing", recorder_problem="there is no C++ compiler (install g++)")
     (found,) = [finding for finding in findings(without) if finding.what == "recompute from a tape"]
     assert found.works == "no"
-    assert "there is no C++ compiler" in found.because
+    assert found.because == (
+        "regions run Python again, because the native recorder is missing: there is no C++ compiler (install g++)"
+    )
+
+
+def doctors_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> Any:
+    assert main(["doctor", "--disk-path", str(tmp_path), "--json", *options]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_command_says_whether_the_recorder_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = doctors_answer(tmp_path, capsys)
+    (found,) = [finding for finding in said["findings"] if finding["what"] == "recompute from a tape"]
+    recorder, problem = said["machine"]["recorder"], said["machine"]["recorder_problem"]
+    if native.load() is None:
+        assert (recorder, found["works"]) == ("missing" if native.is_wanted() else "switched off", "no")
+        assert problem == native.why_not()
+        assert problem in found["because"]
+    else:
+        assert (recorder, problem, found["works"]) == ("there", "", "yes")
+
+
+def test_a_recorder_that_is_switched_off_is_told_from_one_that_cannot_be_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HYPER_PARALLEL_NATIVE", "0")
+    said = doctors_answer(tmp_path, capsys)["machine"]
+    assert said["recorder"] == "switched off"
+    assert "HYPER_PARALLEL_NATIVE" in said["recorder_problem"]
+    monkeypatch.setenv("HYPER_PARALLEL_NATIVE", "1")
+    monkeypatch.setattr(native, "_loaded", lambda: (None, "there is no C++ compiler"))
+    said = doctors_answer(tmp_path, capsys)["machine"]
+    assert (said["recorder"], said["recorder_problem"]) == ("missing", "there is no C++ compiler")
+
+
+def test_a_build_of_the_recorder_is_announced_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[str] = []
+
+    def build() -> tuple[None, str]:
+        seen.append(capsys.readouterr().err)
+        return None, "the test builds nothing"
+
+    monkeypatch.setenv("HYPER_PARALLEL_NATIVE", "1")
+    monkeypatch.setattr(native, "_loaded", build)
+    assert main(["doctor", "--disk-path", str(tmp_path)]) == 0
+    assert "where there is none it is built: about a minute" in seen[0]
+
+
+def test_on_mindspore_nothing_is_said_of_a_recorder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HYPER_PARALLEL_PLATFORM", "mindspore")
+    assert main(["doctor", "--disk-path", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert "recorder" not in said.out + said.err
+    assert "tape" not in said.out
+    machine = doctors_answer(tmp_path, capsys)["machine"]
+    assert (machine["recorder"], machine["recorder_problem"]) == ("", "")

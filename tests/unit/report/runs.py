@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from hyper_parallel.fates import Fate
 from hyper_parallel.records.prediction import Prediction
-from hyper_parallel.records.run_record import PROCESS_PART, FateTotal, MemoryCurve, OpTotal, RunRecord, StepRecord
+from hyper_parallel.records.run_record import (
+    PROCESS_PART,
+    FateTotal,
+    MemoryCurve,
+    OpTotal,
+    RegionTotal,
+    RunRecord,
+    StepRecord,
+)
 from hyper_parallel.records.versions import Versions
 from hyper_parallel.records.work_span import Track, WorkSpan
 
@@ -49,8 +59,6 @@ def small_step(
 
 
 def planned_step(name: str = "auto", *, op: str = "addmm") -> StepRecord:
-    import dataclasses
-
     return dataclasses.replace(
         small_step(name, scale=0.5),
         ops=(
@@ -89,7 +97,12 @@ def small_run(title: str = "A small run", **fields: object) -> RunRecord:
 def hostile_run() -> RunRecord:
     return small_run(
         title=HOSTILE,
-        steps=(small_step(HOSTILE, layer=HOSTILE), planned_step("auto", op=HOSTILE)),
+        steps=(
+            small_step(HOSTILE, layer=HOSTILE),
+            dataclasses.replace(
+                planned_step("auto", op=HOSTILE), regions=(RegionTotal(reason=HOSTILE, count=1, names=(HOSTILE,)),)
+            ),
+        ),
         settings={HOSTILE: HOSTILE},
         machine={},
         notes=(HOSTILE,),

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/ops/equal.h>
+#include <ATen/record_function.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -439,6 +440,8 @@ inline std::vector<PyObject*> Tape::given_in_order() {
 }
 
 inline void Tape::make_missing() {
+  at::RecordFunction range(at::RecordScope::USER_SCOPE);  // in torch's profiler
+  if (range.isActive()) range.before("hyper_parallel: replay");
   for (Slot& slot : slots_) check_kept(slot);
   Replay replay(*this);
   const std::vector<int> wanted = want_missing(replay);

@@ -97,6 +97,7 @@ class AppliedBlocks:
 _TOTALS = (
     "saved_bytes",
     "recomputed_bytes",
+    "regions_from_tape",
     "swapped_out_bytes",
     "swapped_in_bytes",
     "hidden_copy_us",
@@ -111,7 +112,7 @@ _TOTALS = (
 
 def _difference(after: SwapStats, before: SwapStats) -> dict[str, Any]:
     totals: dict[str, Any] = {name: max(0, getattr(after, name) - getattr(before, name)) for name in _TOTALS}
-    for name in ("kept_bytes", "kept_count", "replayed_ops", "overruled"):
+    for name in ("kept_bytes", "kept_count", "replayed_ops", "overruled", "regions_from_python"):
         old = getattr(before, name)
         totals[name] = {
             key: value - old.get(key, 0) for key, value in getattr(after, name).items() if value > old.get(key, 0)

@@ -32,19 +32,23 @@ class ModuleWatch:
     """Hooks on every module of the blocks for one step; :meth:`remove` takes them off.
 
     A block's own run is its forward. Inside a backward the outermost module that runs is a replay, of a whole block or of a
-    part of it.
+    part of it. A replay from a tape runs no module: its region says when it begins and ends (:meth:`replays_from_tape`).
     """
 
     def __init__(self, blocks: Sequence[BlockRef], meter: Any, *, reads_memory: bool) -> None:  # meter: planner's Meter
         self.runs: list[ModuleRun] = []
         self.points: list[tuple[Mark, int, int]] = []  # (moment, peak since the moment before, bytes now)
+        self.regions: dict[str, list[str]] = {}  # by reason: the regions that ran, as often as they did
         self._meter = meter
         self._reads_memory = reads_memory
         self._open: list[tuple[nn.Module, ModuleRun | None]] = []
+        self._replays: list[ModuleRun] = []  # from a tape, that are not over: one may ask for the values of another
+        self._names: dict[nn.Module, str] = {}
         self._handles: list[Any] = []  # torch.utils.hooks.RemovableHandle
         for block in blocks:
             for path, module in block.module.named_modules():
                 name = f"{block.name}.{path}" if path else block.name
+                self._names.setdefault(module, name)
                 hook = _ModuleHook(self, name, is_block=not path)
                 self._handles.append(module.register_forward_pre_hook(hook.begins, with_kwargs=True))
                 self._handles.append(module.register_forward_hook(hook.ends, always_call=True))
@@ -56,6 +60,23 @@ class ModuleWatch:
             self.points.append((mark, self._meter.peak_bytes(), self._meter.active_bytes()))
             self._meter.reset_peak()
         return mark
+
+    def replays_from_tape(self, region: Any, begins: bool) -> None:
+        """A replay of a tape begins or ends. ``region`` is the module or the function whose ops were recorded."""
+        mark = self.point()
+        if not begins:
+            self._replays.pop().end = mark
+            return
+        self._replays.append(ModuleRun(Track.REPLAY, self._name_of(region), mark))
+        self.runs.append(self._replays[-1])
+
+    def region_ran(self, region: Any, reason: str) -> None:
+        """A region's forward ran; ``reason`` says why its Python runs again, and is empty where it runs from a tape."""
+        self.regions.setdefault(reason, []).append(self._name_of(region))
+
+    def _name_of(self, region: Any) -> str:
+        known = self._names.get(region) if isinstance(region, nn.Module) else None
+        return known or str(getattr(region, "__qualname__", type(region).__name__))
 
     def begins(self, module: nn.Module, name: str, *, is_block: bool, given: Any) -> None:
         """A module's forward begins, for the first time or again."""

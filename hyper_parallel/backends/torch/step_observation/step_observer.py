@@ -28,7 +28,7 @@ from hyper_parallel.core.activation_checkpoint.statistics import SwapStats
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.core.activation_checkpoint.timing import LinkSpan
 from hyper_parallel.fates import Fate
-from hyper_parallel.records.run_record import FateTotal, MemoryCurve, StepRecord
+from hyper_parallel.records.run_record import FateTotal, MemoryCurve, RegionTotal, StepRecord
 from hyper_parallel.records.versions import Versions
 from hyper_parallel.records.work_span import Track, WorkSpan
 
@@ -120,6 +120,7 @@ class StepObserver:
             memory=memory,
             spans=spans,
             fates=_fates(before, counted, steps),
+            regions=watched.regions(),
             notes=self._notes(),
         )
 
@@ -186,10 +187,12 @@ class _WatchedStep:
                 if not self._is_host:
                     self._meter.reset_peak()  # the curve's first point is of this step
                 self._watch.point()
+                manager.counters.on_replay = self._watch.replays_from_tape
+                manager.counters.on_region = self._watch.region_ran
                 yield
                 self._meter.wait()
         finally:
-            manager.counters.trace = outer
+            manager.counters.trace, manager.counters.on_replay, manager.counters.on_region = outer, None, None
             self._watch.remove()
             self._meter.wait()
 
@@ -216,6 +219,14 @@ class _WatchedStep:
         points = _thinned(points)
         return MemoryCurve(
             times_us=tuple(round(at, 1) for at, _ in points), nbytes=tuple(nbytes for _, nbytes in points)
+        )
+
+    def regions(self) -> tuple[RegionTotal, ...]:
+        """The recomputed regions, those that ran from a tape first."""
+        assert self._watch is not None, "the step ran"
+        return tuple(
+            RegionTotal(reason=reason, count=len(names), names=tuple(dict.fromkeys(names)))
+            for reason, names in sorted(self._watch.regions.items())
         )
 
     def spans(self) -> tuple[WorkSpan, ...]:
