@@ -390,12 +390,52 @@ struct ReplayingFlag {
   ~ReplayingFlag() { flag = false; }
 };
 
+// In an open region values that the user's code still holds are there: they stand for themselves while the tape is run.
+class Tape::WithLiving {
+ public:
+  explicit WithLiving(Tape& tape) : tape_(tape) {
+    if (!tape.is_open_ || HP_FAULT("living_values")) return;
+    for (size_t at = 0; at < tape.slots_.size(); ++at) {
+      Slot& slot = tape.slots_[at];
+      if (!slot.is_created || slot.kept_version != kNone) continue;
+      auto living = slot.storage.lock();
+      if (!living) continue;
+      slot.kept = c10::Storage(std::move(living));
+      slot.kept_version = slot.writes;
+      borrowed_.push_back(static_cast<int>(at));
+    }
+  }
+  ~WithLiving() {
+    for (int at : borrowed_) {
+      tape_.slots_[at].kept = c10::Storage();
+      tape_.slots_[at].kept_version = kNone;
+    }
+  }
+
+ private:
+  Tape& tape_;
+  std::vector<int> borrowed_;
+};
+
+// A gradient that is taken inside forward reads the last ops. How far back it goes is not known: twice as far with every miss.
+inline int Tape::first_to_make(int asked, int task) {
+  if (!is_open_) return 0;
+  span_ = task == span_task_ ? span_ * 2 : 16;
+  span_task_ = task;
+  return span_ < asked ? asked - span_ : 0;
+}
+
 inline void Tape::make_missing(const Handle& asked) {
   const int task = torch::autograd::get_current_graph_task_id();
+  const int asked_at = static_cast<int>(&asked - handles_.data());
+  const int first = first_to_make(asked_at, task);
+  const int end = is_open_ ? asked_at + 1 : static_cast<int>(handles_.size());
   for (Slot& slot : slots_) check_kept(slot);
+  const WithLiving with_living(*this);
   Replay replay(*this);
   std::vector<int> wanted(slots_.size(), kNone);
-  for (const Handle& handle : handles_) {
+  for (int at = first; at < end; ++at) {
+    const Handle& handle = handles_[at];
     if (!is_remade(handle) || handle.kept.defined() || slots_[handle.slot].made) continue;
     if (task != -1 && handle.served_in == task && &handle != &asked) continue;
     wanted[handle.slot] = std::max(wanted[handle.slot], handle.version);
@@ -536,6 +576,9 @@ inline at::Tensor Tape::unpack(int index) {
   if (is_held(handle)) return held_value(slot.held[handle.held]);
   check_kept(slot);
   if (slot.kept_version == handle.version) return handle.view.over(kept_storage(slot));
+  if (is_open_ && !slot.made && slot.kept_version == kNone && handle.version == slot.writes && !HP_FAULT("living_values")) {
+    if (auto living = slot.storage.lock()) return handle.view.over(c10::Storage(std::move(living)));
+  }
   if (!slot.made) make_missing(handle);
   order_after_made(slot.made);
   return handle.view.over(slot.made);

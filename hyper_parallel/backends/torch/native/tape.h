@@ -257,7 +257,9 @@ class Tape : public std::enable_shared_from_this<Tape> {
   void drop_served();
   void drop_served_before();
   void order_after_made(const c10::Storage& storage);
+  int first_to_make(int asked, int task);
   class WithoutSwaps;
+  class WithLiving;
   std::string difference(const Handle& handle, const c10::Storage& made, const c10::Storage& original) const;
 
   std::string where_;
@@ -287,6 +289,8 @@ class Tape : public std::enable_shared_from_this<Tape> {
   std::vector<size_t> sequence_;  // hashes that are not proven yet
   std::string reason_;            // why recording stopped, if it did
   std::vector<std::shared_ptr<const Settings>> settings_;  // each time that they changed; the first: when the region began
+  int span_ = 0;        // how many handles before the asked one are made at once, in an open region
+  int span_task_ = -1;  // in this backward
   const void* serving_node_ = nullptr;  // the node of backward that reads; not followed
   std::vector<int> served_slots_;       // by that node
   std::shared_ptr<c10::Event> made_event_;  // after the last op that ran again, on a device with streams
