@@ -332,3 +332,12 @@ def test_gradients_that_are_taken_inside_a_region_run_no_earlier_ops_again() -> 
         return replayed_ops() - before
 
     assert ops_of_forward(16) == 2 * ops_of_forward(8)
+
+
+def test_a_lazy_module_runs_from_a_tape_once_it_has_its_parameters() -> None:
+    model = nn.Sequential(nn.LazyLinear(WIDTH), nn.Tanh())
+    for _ in range(3):
+        hp.checkpoint(model, torch.randn(4, WIDTH)).sum().backward()
+    stats = hp.stats()
+    assert stats.regions_from_tape == 2
+    assert dict(stats.regions_from_python) == {"a parameter of type UninitializedParameter": 1}
