@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hyper_parallel.backends.torch import native
@@ -147,7 +148,9 @@ def region_for(function: Callable[..., Any]) -> TapeRegion:
             recorder = native.load()
             assert recorder is not None, "it was asked for before"
             recorder.set_changed_error(_changed_error)
-            region = _REGIONS[key] = TapeRegion(recorder, owner)
+            region = TapeRegion(recorder, owner)
+            if not _is_lazy(owner):  # a lazy module gets its parameters in its first forward
+                _REGIONS[key] = region
     return region
 
 
@@ -231,6 +234,10 @@ def _name_of(storage: int) -> str:
                     ):
                         return f"the {kind} '{name}' of {type(module).__name__}"
     return "a tensor from outside the region"
+
+
+def _is_lazy(owner: Any) -> bool:
+    return isinstance(owner, torch.nn.Module) and any(map(is_lazy, (*owner.parameters(), *owner.buffers())))
 
 
 def _why_not_this_module(owner: Any) -> str | None:

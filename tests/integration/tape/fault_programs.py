@@ -24,6 +24,10 @@ from hyper_parallel.errors import InPlaceChangeError
 from hyper_parallel.testing import simulated_accelerator
 
 from .models import RECORDED, WIDTH, ChangedUnseen, Effects, LargeBuffer, OwnKernel, mlp
+from .test_mechanism import (
+    test_gradients_that_are_taken_inside_a_region_run_no_earlier_ops_again,
+    test_the_backward_of_a_retained_graph_holds_the_values_of_one_region,
+)
 from .test_policies import SWAP_ALL
 from .test_values import (
     are_equal,
@@ -31,7 +35,9 @@ from .test_values import (
     ours,
     plain,
     steps,
+    test_a_change_that_the_version_counter_does_not_show_is_read_as_the_plain_step_reads_it,
     test_a_weight_that_changed_before_backward_is_named,
+    test_each_op_runs_again_under_the_settings_that_it_ran_under,
 )
 
 __all__ = ["ONLY_ELSEWHERE", "PROGRAMS"]
@@ -248,16 +254,20 @@ def ops_run_under_the_default_dtype_of_forward() -> None:
 
 
 def remade_values_of_a_retained_graph_go() -> None:
+    """Also those that this backward makes and does not read."""
+
+    def region(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (x * 2).sigmoid().sigmoid(), (x * 3).tanh().tanh()
+
     with simulated_accelerator() as device:
-        model, x = mlp(), torch.randn(64, WIDTH, requires_grad=True)
-        loss = ours(model, x).sum()
+        x = torch.randn(64, WIDTH, requires_grad=True)
+        first, second = hp.checkpoint(region, x)
         after_forward = device.live_bytes
-        loss.backward(retain_graph=True)
-        model.zero_grad(set_to_none=True)
+        first.sum().backward(retain_graph=True)
         x.grad = None
         gc.collect()
         assert device.live_bytes == after_forward, "remade values stayed after the backward"
-        loss.backward()
+        second.sum().backward()
 
 
 def a_small_buffer_is_read_as_forward_read_it() -> None:
@@ -424,6 +434,10 @@ PROGRAMS: dict[str, Program] = {
     "last_use_never": a_long_chain_replays_in_little_memory,
     "grad_mode": every_op_runs_in_the_grad_mode_of_forward,
     "settings": ops_run_under_the_default_dtype_of_forward,
+    "settings_of_op": test_each_op_runs_again_under_the_settings_that_it_ran_under,
+    "unseen_by_counter": test_a_change_that_the_version_counter_does_not_show_is_read_as_the_plain_step_reads_it,
+    "living_values": test_gradients_that_are_taken_inside_a_region_run_no_earlier_ops_again,
+    "drop_served": test_the_backward_of_a_retained_graph_holds_the_values_of_one_region,
     "drop_made": remade_values_of_a_retained_graph_go,
     "small_buffers": a_small_buffer_is_read_as_forward_read_it,
     "hooks_around": hooks_around_decide_about_inputs,

@@ -265,3 +265,79 @@ def test_an_error_in_forward_leaves_no_value_behind() -> None:
             hp.checkpoint(region, x)
     gc.collect()
     assert [reference() for reference in kept] == [None, None]
+
+
+def peak_of_backward(model: nn.Module, x: torch.Tensor, *, is_retained: bool) -> int:
+    with simulated_accelerator() as simulation:
+        for _ in range(2):  # on probation, and believed
+            output = x
+            for layer in model:
+                output = hp.checkpoint(layer, output)
+            loss = output.sum()
+            simulation.reset_peak()
+            before = simulation.live_bytes
+            torch.autograd.grad(loss, x, retain_graph=is_retained)
+        return simulation.peak_bytes - before
+
+
+def test_the_backward_of_a_retained_graph_holds_the_values_of_one_region() -> None:
+    model = nn.Sequential(*(nn.Sequential(*(nn.Sigmoid() for _ in range(4))) for _ in range(8)))
+    x = torch.randn(64, WIDTH, requires_grad=True)
+    freed, retained = (peak_of_backward(model, x, is_retained=is_retained) for is_retained in (False, True))
+    values_of_a_region = 4 * x.nbytes
+    assert retained <= freed + values_of_a_region
+
+
+def test_hooks_around_a_region_that_keep_what_they_see_hold_no_graph() -> None:
+    """A tensor that another thread made inside the region is outside for its tape, and has a history in the region."""
+    living = []
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        y, made, lives_with_the_graph = x.sin(), [], mlp()
+        assert y.grad_fn is not None
+        y.grad_fn.metadata["held"] = lives_with_the_graph
+        living.append(weakref.ref(lives_with_the_graph))
+        thread = threading.Thread(target=lambda: made.append(y.exp()))
+        thread.start()
+        thread.join()
+        return (made[0] * y.cos()).sin()
+
+    x = torch.randn(64, WIDTH, requires_grad=True)
+    gc.collect()
+    gc.disable()
+    try:
+        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            hp.checkpoint(region, x)
+        assert living[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_gradients_that_are_taken_inside_a_region_run_no_earlier_ops_again() -> None:
+    """What the user's code still holds stands for itself."""
+
+    def region(x: torch.Tensor, steps: int) -> torch.Tensor:
+        for _ in range(steps):
+            x = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(x.sin().exp().cos().sum(), x)
+            x = x - slope
+        return x * x
+
+    def ops_of_forward(steps: int) -> int:
+        x = torch.randn(WIDTH, requires_grad=True)
+        for _ in range(3):  # proves the sequence
+            hp.checkpoint(region, x, steps)
+        before = replayed_ops()
+        hp.checkpoint(region, x, steps)
+        return replayed_ops() - before
+
+    assert ops_of_forward(16) == 2 * ops_of_forward(8)
+
+
+def test_a_lazy_module_runs_from_a_tape_once_it_has_its_parameters() -> None:
+    model = nn.Sequential(nn.LazyLinear(WIDTH), nn.Tanh())
+    for _ in range(3):
+        hp.checkpoint(model, torch.randn(4, WIDTH)).sum().backward()
+    stats = hp.stats()
+    assert stats.regions_from_tape == 2
+    assert dict(stats.regions_from_python) == {"a parameter of type UninitializedParameter": 1}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import hyper_parallel as hp
@@ -243,3 +244,75 @@ def test_a_result_that_cannot_be_made_again_and_was_changed_after_the_region_rai
     made.detach().add_(1)
     with pytest.raises(InPlaceChangeError, match="changed in place after it was saved"):
         output.sum().backward()
+
+
+def test_a_change_that_the_version_counter_does_not_show_is_read_as_the_plain_step_reads_it() -> None:
+    """``rrelu`` fills its noise after autograd saved it. Autograd does not count a change through ``.data`` either."""
+
+    def with_noise(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.rrelu(x * 2, training=True).sin()
+
+    def through_data(x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        z = y.sin()
+        y.data.mul_(2)
+        return z.cos()
+
+    for region in (with_noise, through_data):
+        x = torch.linspace(-2, 1, WIDTH).requires_grad_()
+        for seed in (0, 1, 2):  # on probation, then believed
+            torch.manual_seed(seed)
+            (found,) = torch.autograd.grad(ours(region, x).sum(), x)
+            torch.manual_seed(seed)
+            (wanted,) = torch.autograd.grad(region(x).sum(), x)
+            assert torch.equal(found, wanted)
+    assert dict(hp.stats().regions_from_python) == {}
+
+
+def test_each_op_runs_again_under_the_settings_that_it_ran_under() -> None:
+    """The settings change after the op sequence was proven."""
+    dtypes = [torch.float32, torch.float32, torch.float64, torch.float32]
+
+    def region(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        torch.set_default_dtype(dtype)
+        try:
+            third = torch.full((WIDTH,), 1 / 3)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        return (x * third).sin().exp()
+
+    x = torch.randn(WIDTH, requires_grad=True)
+    for dtype in dtypes:
+        (wanted,) = torch.autograd.grad(region(x, dtype).sum(), x)
+        assert torch.equal(torch.autograd.grad(hp.checkpoint(region, x, dtype).sum(), x)[0], wanted)
+    assert hp.stats().regions_from_tape == len(dtypes)
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_region_that_saves_a_tensor_subclass_is_right_and_says_why() -> None:
+    x = torch.randn(4, WIDTH)
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        return (x.sin() * x.exp()).cos()
+
+    for _ in range(2):
+        pair = TwoTensor(x, x * 2).requires_grad_()
+        (found,) = torch.autograd.grad(hp.checkpoint(region, pair * 2).sum(), pair)
+        (wanted,) = torch.autograd.grad(region(pair * 2).sum(), pair)
+        assert torch.equal(found.a, wanted.a)
+        assert torch.equal(found.b, wanted.b)
+    assert dict(hp.stats().regions_from_python) == {"it saves a tensor subclass": 2}
+
+
+def test_the_reason_of_a_tape_that_cannot_run_again_is_one_line() -> None:
+    scale = torch.randn(WIDTH)
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        y = x * (scale * 2)
+        scale.untyped_storage().resize_(0)
+        return y.sin()
+
+    hp.checkpoint(region, torch.randn(WIDTH, requires_grad=True)).sum().backward()
+    (reason,) = dict(hp.stats().regions_from_python)
+    assert reason.startswith("it could not be run again: checkpoint of ")
+    assert reason.endswith("was freed by its owner before backward.")

@@ -157,6 +157,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   // the import fails with torch's message. A static object would end the process.
   static auto* library = new torch::Library(torch::Library::IMPL, "_", kRecorderKey, __FILE__, __LINE__);
   library->fallback(torch::CppFunction::makeFromBoxedFunction<&record>());
+  pack_of_tapes = &pack;
   py::class_<Belief, std::shared_ptr<Belief>>(module, "Belief")
       .def(py::init<>())
       .def("__len__", [](Belief& belief) { return belief.get()->size(); });

@@ -146,7 +146,8 @@ void for_each_tensor(const c10::IValue& value, Visit visit) {
 inline Settings Settings::now() {
   const auto& context = at::globalContext();
   return {c10::get_default_dtype(), context.deterministicAlgorithms(), context.deterministicAlgorithmsWarnOnly(),
-          context.deterministicCuDNN(), context.benchmarkCuDNN(), context.userEnabledMkldnn()};
+          context.deterministicCuDNN(), context.benchmarkCuDNN(), context.userEnabledCuDNN(), context.userEnabledMkldnn(),
+          context.userEnabledNNPACK()};
 }
 
 inline void Settings::apply() const {
@@ -155,13 +156,15 @@ inline void Settings::apply() const {
   context.setDeterministicAlgorithms(deterministic, deterministic_warns);
   context.setDeterministicCuDNN(deterministic_cudnn);
   context.setBenchmarkCuDNN(benchmark_cudnn);
+  context.setUserEnabledCuDNN(cudnn);
   context.setUserEnabledMkldnn(mkldnn);
+  context.setUserEnabledNNPACK(nnpack);
 }
 
 inline bool Settings::operator==(const Settings& other) const {
   return default_dtype == other.default_dtype && deterministic == other.deterministic &&
       deterministic_warns == other.deterministic_warns && deterministic_cudnn == other.deterministic_cudnn &&
-      benchmark_cudnn == other.benchmark_cudnn && mkldnn == other.mkldnn;
+      benchmark_cudnn == other.benchmark_cudnn && cudnn == other.cudnn && mkldnn == other.mkldnn && nnpack == other.nnpack;
 }
 
 inline Tape::Tape(
@@ -173,7 +176,7 @@ inline Tape::Tape(
       fates_(std::move(fates)),
       swaps_(std::move(swaps)),
       opened_in_task_(torch::autograd::get_current_graph_task_id()),
-      settings_(std::make_shared<const Settings>(Settings::now())) {
+      settings_{std::make_shared<const Settings>(Settings::now())} {
   const Sizes last = belief_->last_sizes();
   ops_.reserve(last.ops);
   arguments_.reserve(last.arguments);
@@ -406,6 +409,13 @@ inline void Tape::forget_arguments(const Draft& draft) {
   refs_.resize(draft.first_ref);
 }
 
+// A region may change settings for some of its ops.
+inline void Tape::note_settings() {
+  const Settings now = Settings::now();
+  if (now == *settings_.back() || HP_FAULT("settings_of_op")) return;
+  settings_.push_back(std::make_shared<const Settings>(now));
+}
+
 inline bool is_among(const c10::SmallVectorImpl<uint8_t>& positions, size_t at) {
   return std::find(positions.begin(), positions.end(), at) != positions.end();
 }
@@ -480,6 +490,7 @@ inline bool Tape::begin(
     }
   }
   if (facts.is_random) note_draws(stack, count, draft.draws);
+  note_settings();
   return true;
 }
 
@@ -546,12 +557,13 @@ inline void Tape::end(const c10::OperatorHandle& handle, Draft& draft, const tor
     if (is_twice) continue;
     slot.is_unset = false;
     slot.writes += 1;
+    slot.made = c10::Storage();  // of an earlier version, for a gradient that was taken inside this forward
     written.emplace_back(index, slot.writes);
   }
   ops_.push_back(Op{
       handle, static_cast<int>(draft.first_argument), static_cast<int>(draft.argument_count),
       std::move(created), std::move(written), facts.kind == OpKind::kReplayable, c10::GradMode::is_enabled(),
-      std::move(draft.draws)});
+      static_cast<int>(settings_.size()) - 1, std::move(draft.draws)});
   counters().recorded_ops.fetch_add(1, std::memory_order_relaxed);
   last_hash_ = draft.hash;
   if (is_new) {
@@ -562,11 +574,22 @@ inline void Tape::end(const c10::OperatorHandle& handle, Draft& draft, const tor
 
 // -- Packing -------------------------------------------------------------------------------------------------------------
 
+// Autograd notices a change of a saved value by its version counter. A change that the counter does not show (through `.data`; by
+// an op that fills an argument after autograd saved it, as `rrelu` does with its noise) is read by the plain step's backward.
+inline void Tape::follow_writes(Handle& handle) {
+  if (handle.slot == kNone || HP_FAULT("unseen_by_counter")) return;
+  const bool is_counted = handle.saved_version >= 0 && handle.counter.current_version() != static_cast<uint32_t>(handle.saved_version);
+  if (!is_counted) handle.version = slots_[handle.slot].writes;
+}
+
 inline int Tape::pack(const at::Tensor& tensor) {
   auto lock = locked(mutex_);
   collect_dead();
   swap_pending();
   Handle handle;
+  // A subclass may have no memory of its own. Autograd gives a tensor without a graph, so it is kept as it is.
+  const bool is_subclass = tensor.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
+  if (is_subclass && is_open_) stop("it saves a tensor subclass");
   const bool is_plain = is_open_ && reason_.empty() && why_not_plain(tensor) == nullptr;
   if (counts_versions(tensor)) {
     handle.counter = tensor.unsafeGetTensorImpl()->version_counter();
@@ -582,8 +605,8 @@ inline int Tape::pack(const at::Tensor& tensor) {
     slot.living_handles += 1;
     if (handle.held != kNone) slot.held[handle.held].living_handles += 1;
   }
-  const bool is_on_probation = is_plain && is_remade(handle) && !still_proven_;
-  if (!is_plain || is_on_probation) handle.kept = alias_of(tensor);
+  // On probation the value is kept even where it is held: the region may change it yet.
+  if (!is_plain || !still_proven_) handle.kept = is_subclass ? tensor : alias_of(tensor);
   handles_.push_back(std::move(handle));
   return static_cast<int>(handles_.size()) - 1;
 }

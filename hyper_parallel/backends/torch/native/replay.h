@@ -60,10 +60,12 @@ class Replay {
     plan();
     BelowAutograd below_autograd;
     const c10::AutoGradMode mode_of_backward(false);
-    const UnderSettings under_settings(*tape_.settings_);
+    UnderSettings under_settings;
     Restorer restorer;
     for (size_t at = 0; at < tape_.ops_.size(); ++at) {
-      if (is_needed_[at]) run_op(tape_.ops_[at], static_cast<int>(at), restorer);
+      if (!is_needed_[at]) continue;
+      under_settings.use(*tape_.settings_[tape_.ops_[at].settings]);
+      run_op(tape_.ops_[at], static_cast<int>(at), restorer);
     }
   }
 
@@ -121,15 +123,23 @@ class Replay {
   };
 
   // Runs under the settings of forward, and puts back those that it found.
-  struct UnderSettings {
-    Settings before = Settings::now();
-    bool is_other;
-    explicit UnderSettings(const Settings& wanted) : is_other(!(before == wanted) && !HP_FAULT("settings")) {
-      if (is_other) wanted.apply();
+  class UnderSettings {
+   public:
+    void use(const Settings& wanted) {
+      if (&wanted == last_ || HP_FAULT("settings")) return;
+      last_ = &wanted;
+      if (now_ == wanted) return;
+      wanted.apply();
+      now_ = wanted;
     }
     ~UnderSettings() {
-      if (is_other) before.apply();
+      if (!(now_ == before_)) before_.apply();
     }
+
+   private:
+    const Settings before_ = Settings::now();
+    Settings now_ = before_;
+    const Settings* last_ = nullptr;
   };
 
   int kept_version(int slot) const {
@@ -322,6 +332,7 @@ inline void Tape::collect_dead() {
     handle.kept = at::Tensor();
     if (handle.slot == kNone) continue;
     Slot& slot = slots_[handle.slot];
+    if (handle.served_in != -1 && handle.served_in == slot.served_in) slot.served -= 1;
     if (--slot.living_handles == 0) slot.made = slot.fetched = c10::Storage();
     if (is_held(handle) && --slot.held[handle.held].living_handles == 0) slot.held[handle.held].value = at::Tensor();
   }
@@ -396,11 +407,50 @@ struct ReplayingFlag {
   ~ReplayingFlag() { flag = false; }
 };
 
-// The version of each slot that living handles want and that is not there.
-inline std::vector<int> Tape::want_missing(Replay& replay) const {
+// In an open region values that the user's code still holds are there: they stand for themselves while the tape is run.
+class Tape::WithLiving {
+ public:
+  explicit WithLiving(Tape& tape) : tape_(tape) {
+    if (!tape.is_open_ || HP_FAULT("living_values")) return;
+    for (size_t at = 0; at < tape.slots_.size(); ++at) {
+      Slot& slot = tape.slots_[at];
+      if (!slot.is_created || slot.kept_version != kNone) continue;
+      auto living = slot.storage.lock();
+      if (!living) continue;
+      slot.kept = c10::Storage(std::move(living));
+      slot.kept_version = slot.writes;
+      borrowed_.push_back(static_cast<int>(at));
+    }
+  }
+  ~WithLiving() {
+    for (int at : borrowed_) {
+      tape_.slots_[at].kept = c10::Storage();
+      tape_.slots_[at].kept_version = kNone;
+    }
+  }
+
+ private:
+  Tape& tape_;
+  std::vector<int> borrowed_;
+};
+
+// A gradient that is taken inside forward reads the last ops. How far back it goes is not known: twice as far with every miss.
+inline int Tape::first_to_make(int asked, int task) {
+  if (!is_open_) return 0;
+  span_ = task == span_task_ ? span_ * 2 : 16;
+  span_task_ = task;
+  return span_ < asked ? asked - span_ : 0;
+}
+
+// Of the handles from `first` to `end`: the version of each slot that a living one wants and that is not there. What this graph
+// task has read before is not made for it again, unless it is `asked` for.
+inline std::vector<int> Tape::want_missing(Replay& replay, int first, int end, const Handle* asked) const {
+  const int task = torch::autograd::get_current_graph_task_id();
   std::vector<int> wanted(slots_.size(), kNone);
-  for (const Handle& handle : handles_) {
+  for (int at = first; at < end; ++at) {
+    const Handle& handle = handles_[at];
     if (!is_remade(handle) || handle.kept.defined() || slots_[handle.slot].made) continue;
+    if (task != -1 && handle.served_in == task && &handle != asked) continue;
     wanted[handle.slot] = std::max(wanted[handle.slot], handle.version);
   }
   for (size_t slot = 0; slot < slots_.size(); ++slot) {
@@ -432,19 +482,24 @@ inline std::vector<PyObject*> Tape::given_in_order() {
     } else if (!has_replayed) {  // the first value that is missing makes all of them
       has_replayed = true;
       Replay replay(*this);
-      want_missing(replay);
+      want_missing(replay, 0, static_cast<int>(handles_.size()), nullptr);
       for (int slot : replay.read_slots()) list(slot);
     }
   }
   return listed;
 }
 
-inline void Tape::make_missing() {
+inline void Tape::make_missing(const Handle& asked) {
   at::RecordFunction range(at::RecordScope::USER_SCOPE);  // in torch's profiler
   if (range.isActive()) range.before("hyper_parallel: replay");
+  const int task = torch::autograd::get_current_graph_task_id();
+  const int asked_at = static_cast<int>(&asked - handles_.data());
+  const int first = first_to_make(asked_at, task);
+  const int end = is_open_ ? asked_at + 1 : static_cast<int>(handles_.size());
   for (Slot& slot : slots_) check_kept(slot);
+  const WithLiving with_living(*this);
   Replay replay(*this);
-  const std::vector<int> wanted = want_missing(replay);
+  const std::vector<int> wanted = want_missing(replay, first, end, &asked);
   const ReplayingFlag replaying(is_replaying);
   {
     struct InReplay {  // the swap engine loads ahead when a replay begins, and lets go of what it took when it ends
@@ -483,7 +538,7 @@ inline void Tape::make_missing() {
     made_event_ = std::make_shared<c10::Event>(device->type());
     made_event_->record(*made_stream_);
   }
-  if (torch::autograd::get_current_graph_task_id() != -1) {
+  if (task != -1) {
     std::weak_ptr<Tape> weak = weak_from_this();
     torch::autograd::Engine::get_default_engine().queue_callback([weak]() {
       auto tape = weak.lock();
@@ -502,6 +557,47 @@ inline void Tape::drop_made() {
   }
 }
 
+// A handle got its value in this backward. Autograd asks once for each node that it runs; a Python function may ask more often.
+inline void Tape::note_served(Handle& handle) {
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (task == -1 || handle.slot == kNone || HP_FAULT("drop_served")) return;
+  Slot& slot = slots_[handle.slot];
+  if (slot.served_in != task) {
+    slot.served_in = task;
+    slot.served = 0;
+  }
+  if (handle.served_in != task) {
+    handle.served_in = task;
+    slot.served += 1;
+  }
+  served_slots_.push_back(handle.slot);
+}
+
+// Another node reads: what the last one read goes, unless handles wait for it.
+inline void Tape::drop_served() {
+  const void* node = torch::autograd::get_current_node().get();
+  if (node == serving_node_) return;
+  serving_node_ = node;
+  for (int index : served_slots_) {
+    Slot& slot = slots_[index];
+    if (slot.served < slot.living_handles) continue;
+    slot.made = slot.fetched = c10::Storage();
+    for (Held& held : slot.held) held.value = at::Tensor();
+  }
+  served_slots_.clear();
+}
+
+// The tape whose value this thread read last: what its last node read goes too when another tape is read.
+inline void Tape::drop_served_before() {
+  thread_local std::weak_ptr<Tape> last;
+  if (torch::autograd::get_current_graph_task_id() == -1) return;
+  if (auto before = last.lock(); before != nullptr && before.get() != this) {
+    Lock lock(before->mutex_, std::try_to_lock);  // where another thread reads it, that thread drops
+    if (lock.owns_lock()) before->drop_served();
+  }
+  last = weak_from_this();
+}
+
 // A value that was made on one stream and is read on another.
 inline void Tape::order_after_made(const c10::Storage& storage) {
   if (HP_FAULT("stream_event") || !made_event_ || storage.device().type() == c10::kCPU) return;
@@ -513,9 +609,11 @@ inline void Tape::order_after_made(const c10::Storage& storage) {
 }
 
 inline at::Tensor Tape::unpack(int index) {
+  drop_served_before();
   auto lock = HP_FAULT("lock_of_unpack") ? Lock() : locked(mutex_);
   collect_dead();
   swap_pending();
+  drop_served();
   Handle& handle = handles_[index];
   const int64_t now = handle.saved_version < 0 ? -1
       : (is_open_ || handle.kept.defined() || handle.closed_version < 0) ? handle.counter.current_version()
@@ -529,11 +627,16 @@ inline at::Tensor Tape::unpack(int index) {
     throw error;
   }
   if (handle.kept.defined()) return handle.kept;
+  if (is_open_) follow_writes(handle);
   Slot& slot = slots_[handle.slot];
+  note_served(handle);
   if (is_held(handle)) return held_value(slot.held[handle.held]);
   check_kept(slot);
   if (slot.kept_version == handle.version) return handle.view.over(kept_storage(slot));
-  if (!slot.made) make_missing();
+  if (is_open_ && !slot.made && slot.kept_version == kNone && handle.version == slot.writes && !HP_FAULT("living_values")) {
+    if (auto living = slot.storage.lock()) return handle.view.over(c10::Storage(std::move(living)));
+  }
+  if (!slot.made) make_missing(handle);
   order_after_made(slot.made);
   return handle.view.over(slot.made);
 }
@@ -556,11 +659,13 @@ inline void Tape::close() {
   collect_dead();
   swap_pending();
   is_open_ = false;
-  if (!(*settings_ == Settings::now())) stop("it changes settings under which kernels run (default dtype, determinism)");
+  if (!(*settings_.front() == Settings::now())) stop("it changes settings under which kernels run (default dtype, determinism)");
   slot_by_storage_ = {};
   belief_->note_sizes({ops_.size(), arguments_.size(), refs_.size(), slots_.size(), handles_.size()});
   for (Handle& handle : handles_) {
     if (handle.saved_version >= 0) handle.closed_version = handle.counter.current_version();
+    follow_writes(handle);
+    if (handle.slot != kNone && !is_remade(handle)) handle.kept = at::Tensor();
   }
   for (Slot& slot : slots_) {
     slot.storage.reset();  // no address is looked up any more; before torch 2.13 it would keep the storage's Python object
@@ -590,6 +695,16 @@ inline bool has_history(const at::Tensor& tensor) {
   return meta != nullptr && meta->grad_fn_ != nullptr;
 }
 
+// The pack hook of every tape, which the extension sets.
+inline PyCFunction pack_of_tapes = nullptr;
+
+// What the hooks around a region see of an outside tensor. Autograd shows hooks no graph: one that they keep could hold this tape, and
+// a chain of regions would be freed by recursion. A tape around it asks for the graph and lets go of it when its region ends.
+inline PythonRef shown_to(PyObject* pack, const at::Tensor& tensor) {
+  const bool is_tape = PyCFunction_Check(pack) && PyCFunction_GetFunction(pack) == pack_of_tapes;
+  return PythonRef::take(THPVariable_Wrap(is_tape ? tensor : alias_of(tensor)));
+}
+
 // The copies of swapped arguments begin here, before the region's own work. Called with the GIL.
 inline void Tape::show_arguments(const std::vector<at::Tensor>& tensors, PyObject* pack, PyObject* unpack) {
   if (HP_FAULT("hooks_around")) return;
@@ -604,7 +719,7 @@ inline void Tape::show_arguments(const std::vector<at::Tensor>& tensors, PyObjec
       slots_[slot].held[held].is_argument = true;
       slots_[slot].held[held].is_used = false;
     }
-    PythonRef value = PythonRef::take(THPVariable_Wrap(tensor));
+    PythonRef value = shown_to(pack, tensor);
     PyObject* packed = PyObject_CallFunctionObjArgs(pack, value.get(), nullptr);
     if (packed == nullptr) throw python_error();
     auto lock = locked(mutex_);
@@ -630,7 +745,7 @@ inline void Tape::show_held(PyObject* pack, PyObject* unpack) {
       }
       const bool is_scalar = entry.view.sizes.empty() && entry.alias.device().type() == c10::kCPU;
       if (pack == nullptr || is_scalar || !(is_argument || has_history(original)) || HP_FAULT("hooks_around")) continue;
-      PythonRef value = PythonRef::take(THPVariable_Wrap(std::move(original)));
+      PythonRef value = shown_to(pack, original);
       PyObject* packed = PyObject_CallFunctionObjArgs(pack, value.get(), nullptr);
       if (packed == nullptr) throw python_error();
       auto lock = locked(mutex_);
@@ -726,6 +841,8 @@ inline std::string Tape::prove() {
     error.restore();
     PyErr_Clear();
     different = "it could not be run again: a Python error";
+  } catch (const c10::Error& error) {
+    different = std::string("it could not be run again: ") + error.what_without_backtrace();
   } catch (const std::exception& error) {
     different = std::string("it could not be run again: ") + error.what();
   }

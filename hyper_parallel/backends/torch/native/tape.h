@@ -13,8 +13,8 @@
 // an op of the replay or a handle wants it. Ops before it that nothing else needs do not run.
 //
 // Handles. Autograd holds one handle per packed tensor. A handle holds the tape and no bytes. The first unpack runs the ops
-// that the living handles still need, in forward order, and each remade storage goes with its last handle, or when the
-// backward that made it ends.
+// that the living handles still need, in forward order, and each remade storage goes with its last handle. Where the graph is
+// retained, it goes when every handle got it in this backward and the node that read it last is over.
 //
 // Locks. `mutex` guards everything. It is never awaited while the GIL is held. A handle dies with the GIL held, so its death
 // goes to a list of its own (`dead_mutex`), which is emptied under `mutex`.
@@ -84,6 +84,7 @@ struct Op {
   c10::SmallVector<std::pair<int, int>, 2> written;  // slot, the version it has afterwards
   bool may_run;
   bool is_recorded_by_autograd;  // grad mode when it ran: some kernels choose by it
+  int settings;                  // in Tape::settings
   std::vector<std::pair<at::Generator, at::Tensor>> draws;  // generators and their states before the op
 };
 
@@ -122,6 +123,8 @@ struct Slot {
   int64_t kept_at = -1;       // its version when the region ended; -1: it counts none
   c10::Storage made;      // remade, at the version that handles want
   int living_handles = 0;
+  int served_in = -1;     // the backward in which `served` handles got their value
+  int served = 0;
   size_t origin = 0;      // which op made it, for the sequence's hash
 };
 
@@ -134,6 +137,7 @@ struct Handle {
   c10::VariableVersion counter{c10::VariableVersion::DISABLED};
   int64_t saved_version = -1;
   int64_t closed_version = -1;
+  int served_in = -1;  // the backward in which it got its value last
   bool is_alive = true;
 };
 
@@ -244,15 +248,22 @@ class Tape : public std::enable_shared_from_this<Tape> {
   void check_kept(Slot& slot);
   bool before_write(Slot& slot);
   void forget_arguments(const Draft& draft);
+  void note_settings();
+  void follow_writes(Handle& handle);
   void collect_dead();
   at::Tensor held_value(Held& held);
   bool is_held(const Handle& handle) const;
   bool is_remade(const Handle& handle) const;
-  std::vector<int> want_missing(Replay& replay) const;
-  void make_missing();
+  std::vector<int> want_missing(Replay& replay, int first, int end, const Handle* asked) const;
+  void make_missing(const Handle& asked);
   void drop_made();
+  void note_served(Handle& handle);
+  void drop_served();
+  void drop_served_before();
   void order_after_made(const c10::Storage& storage);
+  int first_to_make(int asked, int task);
   class WithoutSwaps;
+  class WithLiving;
   std::string difference(const Handle& handle, const c10::Storage& made, const c10::Storage& original) const;
 
   std::string where_;
@@ -281,7 +292,11 @@ class Tape : public std::enable_shared_from_this<Tape> {
   size_t last_hash_ = 0;
   std::vector<size_t> sequence_;  // hashes that are not proven yet
   std::string reason_;            // why recording stopped, if it did
-  std::shared_ptr<const Settings> settings_;
+  std::vector<std::shared_ptr<const Settings>> settings_;  // each time that they changed; the first: when the region began
+  int span_ = 0;        // how many handles before the asked one are made at once, in an open region
+  int span_task_ = -1;  // in this backward
+  const void* serving_node_ = nullptr;  // the node of backward that reads; not followed
+  std::vector<int> served_slots_;       // by that node
   std::shared_ptr<c10::Event> made_event_;  // after the last op that ran again, on a device with streams
   c10::optional<c10::Stream> made_stream_;
 };
@@ -306,7 +321,9 @@ struct Settings {
   bool deterministic_warns;
   bool deterministic_cudnn;
   bool benchmark_cudnn;
+  bool cudnn;
   bool mkldnn;
+  bool nnpack;
 
   static Settings now();
   void apply() const;
