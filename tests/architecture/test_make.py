@@ -38,7 +38,9 @@ def test_make_test_runs_every_part_and_fails_at_the_end(
     assert (done.returncode == 0) is is_good, done.stderr
     asked = [line.split()[:4] for line in (tmp_path / "asked.txt").read_text().splitlines()]
     assert asked == [
+        [".venv", "-c", "from", "hyper_parallel.backends.torch"],
         [".venv", "-m", "pytest", "tests"],
+        [".venv", "-m", "pytest", "tests/integration/activation"],
         [".venv-mindspore", "-m", "pytest", "tests/on_mindspore"],
         [".venv-mindspore", "-m", "pytest", "tests/contract"],
     ]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +99,7 @@ class TorchCalls(Calls):
         if asks_for_contexts or (torch.is_grad_enabled() and not options.get("debug")):
             options = _answering_for_hooks(functools.partial(self.replay_contexts, call), options)
         region = call.region
+        call.watched.extend(weakref.ref(value) for value in region.args if isinstance(value, torch.Tensor))
         return framework_checkpoint(
             region.function, *region.take_args(), early_stop=call.early_stop, **options, **region.kwargs
         )
@@ -112,6 +114,7 @@ class TorchCalls(Calls):
                 )
             )
         if state is not None:
+            state.watch_arguments(call.watched)
             # Innermost: backward also reads the arguments of an op whose value the policy's replay hands out.
             pairs.append((contextlib.nullcontext(), state.watch()))
         return pairs

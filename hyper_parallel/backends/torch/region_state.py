@@ -53,11 +53,12 @@ _ENGINES: Final = ("torch.distributed", "deepspeed", "fairscale", "accelerate")
 class _Seen:
     """A tensor in reach that has no place to put a stand-in: watched, not held."""
 
-    __slots__ = ("reference", "version")
+    __slots__ = ("reference", "version", "what")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.reference = weakref.ref(tensor)
-        self.version = tensor._version
+    def __init__(self, reference: weakref.ref[torch.Tensor], version: int, what: str) -> None:
+        self.reference = reference
+        self.version = version
+        self.what = what
 
 
 class RegionState(RegionStateBase):
@@ -66,6 +67,14 @@ class RegionState(RegionStateBase):
     def __init__(self, where: str, function: Any, arguments: Iterable[Any], *, keeps_random_state: bool = True) -> None:
         super().__init__(where, function, arguments, keeps_random_state=keeps_random_state)
         self._seen: list[_Seen] = []
+        self._arguments: list[weakref.ref[torch.Tensor]] = []
+
+    def watch_arguments(self, tensors: Iterable[weakref.ref[torch.Tensor]]) -> None:
+        """Raise where a replay reads one of these that was changed after the region.
+
+        Torch checks what a region is given, except under saved-tensor hooks of others. Such hooks may hand out the tensor itself.
+        """
+        self._arguments.extend(tensors)
 
     # ------------------------------------------------------------------ what torch's modules and tensors are
 
@@ -98,7 +107,7 @@ class RegionState(RegionStateBase):
         if not isinstance(value, torch.Tensor):
             return False
         if self._has_place(value):
-            self._seen.append(_Seen(value))
+            self._seen.append(_Seen(weakref.ref(value), value._version, "a tensor of an object among its arguments"))
         return True
 
     def _is_left_alone(self, value: Any) -> bool:
@@ -124,6 +133,11 @@ class RegionState(RegionStateBase):
     def __exit__(self, *exc: object) -> None:
         """Forward has ended."""
         super().__exit__(*exc)
+        for reference in self._arguments:
+            tensor = reference()
+            if tensor is not None and self._has_place(tensor):
+                self._seen.append(_Seen(reference, tensor._version, "a tensor among its arguments"))
+        self._arguments.clear()
         written = {id(place.owner) for place in self._places if place.is_written()}
         for place in self._places:
             if place.bytes_before is None or place.is_written() or id(place.owner) in written:
@@ -152,8 +166,7 @@ class RegionState(RegionStateBase):
         for seen in self._seen:
             tensor = seen.reference()
             if tensor is not None and tensor._version != seen.version and tensor.layout is torch.strided:
-                label = f"a tensor of an object among its arguments, {tuple(tensor.shape)} {tensor.dtype}"
-                found[tensor.untyped_storage()._cdata] = label
+                found[tensor.untyped_storage()._cdata] = f"{seen.what}, {tuple(tensor.shape)} {tensor.dtype}"
         return found
 
 

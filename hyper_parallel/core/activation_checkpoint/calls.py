@@ -61,6 +61,7 @@ class CheckpointCall:
     swaps_inputs: bool
     keeps_random_state: bool
     options: dict[str, Any]  # of the framework's own checkpoint
+    watched: list[Any] = dataclasses.field(default_factory=list)  # weak references to the tensors among the arguments
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

@@ -123,3 +123,14 @@ def test_a_source_that_changes_after_a_gradient_of_the_gradient_saved_it_again_r
             x.add_(1)
         with pytest.raises(InPlaceChangeError, match="changed in place after it was saved"):
             loss.backward()
+
+
+def test_an_argument_that_is_changed_under_hooks_that_hand_out_the_tensor_itself_is_named() -> None:
+    """Hooks switch torch's own check off. ``save_on_cpu`` copies what is on a device, and nothing that is on the CPU."""
+    x = torch.randn(4, 4, requires_grad=True)
+    given = x * 2
+    with torch.autograd.graph.save_on_cpu():
+        output = hp.checkpoint(lambda given: given.exp().tanh(), given)
+    given.detach().add_(1)
+    with pytest.raises(InPlaceChangeError, match="cannot recompute, because a tensor"):
+        output.sum().backward()

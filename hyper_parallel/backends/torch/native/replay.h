@@ -698,11 +698,30 @@ inline bool has_history(const at::Tensor& tensor) {
 // The pack hook of every tape, which the extension sets.
 inline PyCFunction pack_of_tapes = nullptr;
 
-// What the hooks around a region see of an outside tensor. Autograd shows hooks no graph: one that they keep could hold this tape, and
-// a chain of regions would be freed by recursion. A tape around it asks for the graph and lets go of it when its region ends.
+// Whether it is a leaf, or a view or a cast of one: a weight, as `is_parameter_derived` of storages.py knows it.
+inline bool is_of_a_leaf(const at::Tensor& tensor) {
+  constexpr int kLongestChain = 8;
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  auto node = meta == nullptr ? nullptr : meta->grad_fn_;
+  for (int step = 0; node != nullptr; ++step) {
+    const std::string name = node->name();
+    if (name.find("AccumulateGrad") != std::string::npos) return true;
+    const bool passes_through = is_one_of(
+        name, {"TBackward0", "ToCopyBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0",
+               "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0", "SelectBackward0", "SliceBackward0",
+               "UnsqueezeBackward0", "ExpandBackward0"});
+    if (!passes_through || step == kLongestChain) return false;
+    node = node->next_edge(0).function;
+  }
+  return true;
+}
+
+// What the hooks around a region see, at its end, of a tensor that is no argument. Hooks want to know weights from activations.
+// Another graph is not shown: where it was made inside the region, by another thread, what a hook keeps could hold this tape. A tape
+// around it asks for the graph and lets go of it when its region ends.
 inline PythonRef shown_to(PyObject* pack, const at::Tensor& tensor) {
   const bool is_tape = PyCFunction_Check(pack) && PyCFunction_GetFunction(pack) == pack_of_tapes;
-  return PythonRef::take(THPVariable_Wrap(is_tape ? tensor : alias_of(tensor)));
+  return PythonRef::take(THPVariable_Wrap(is_tape || is_of_a_leaf(tensor) ? tensor : alias_of(tensor)));
 }
 
 // The copies of swapped arguments begin here, before the region's own work. Called with the GIL.
@@ -719,7 +738,7 @@ inline void Tape::show_arguments(const std::vector<at::Tensor>& tensors, PyObjec
       slots_[slot].held[held].is_argument = true;
       slots_[slot].held[held].is_used = false;
     }
-    PythonRef value = shown_to(pack, tensor);
+    PythonRef value = PythonRef::take(THPVariable_Wrap(tensor));
     PyObject* packed = PyObject_CallFunctionObjArgs(pack, value.get(), nullptr);
     if (packed == nullptr) throw python_error();
     auto lock = locked(mutex_);
