@@ -6,7 +6,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
-#include "replay.h"
+#include "forward_end.h"
 
 namespace hyper_parallel {
 namespace {

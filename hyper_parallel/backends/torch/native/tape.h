@@ -183,7 +183,7 @@ struct Limits {
   size_t steering_output = size_t{1} << 20;      // per output
 };
 
-// What a region's tape needs of Python where its policy swaps; see SwappedOutputs in tape_swaps.py.
+// What a region's tape needs of Python where its policy swaps; see SwappedOutputs in tape_policies.py.
 using Swaps = PythonRef;
 
 struct Settings;

@@ -1,0 +1,272 @@
+// The end of a region's forward: what the hooks around it see, and the proof that the tape makes the same values.
+#pragma once
+
+#include <ATen/ops/equal.h>
+#include <torch/csrc/Exceptions.h>
+
+#include "handles.h"
+
+namespace hyper_parallel {
+
+inline void Tape::abandon() {
+  std::vector<at::Tensor> originals;  // dropped after the lock: their graph may hold handles of this tape
+  auto lock = locked(mutex_);
+  for (Slot& slot : slots_) {
+    for (Held& entry : slot.held) originals.push_back(std::move(entry.original));
+  }
+  for (auto& [slot, tensor] : pending_swaps_) originals.push_back(std::move(tensor));
+  pending_swaps_.clear();
+  stop("its forward raised");
+}
+
+inline void Tape::close() {
+  auto lock = locked(mutex_);
+  collect_dead();
+  swap_pending();
+  is_open_ = false;
+  if (!(*settings_.front() == Settings::now())) stop("it changes settings under which kernels run (default dtype, determinism)");
+  slot_by_storage_ = {};
+  belief_->note_sizes({ops_.size(), arguments_.size(), refs_.size(), slots_.size(), handles_.size()});
+  for (Handle& handle : handles_) {
+    if (handle.saved_version >= 0) handle.closed_version = handle.counter.current_version();
+    follow_writes(handle);
+    if (handle.slot != kNone && !is_remade(handle)) handle.kept = at::Tensor();
+  }
+  for (Slot& slot : slots_) {
+    slot.storage.reset();  // no address is looked up any more; before torch 2.13 it would keep the storage's Python object
+    if (slot.kept_at >= 0) slot.kept_at = slot.kept_counter.current_version();
+  }
+}
+
+// Small tensors that the region reads and others may change before backward: a copy stands for each.
+inline void Tape::copy_held(const std::vector<at::Tensor>& tensors) {
+  auto lock = locked(mutex_);
+  for (Slot& slot : slots_) {
+    if (slot.is_created || slot.kept_version != kNone || slot.held.empty()) continue;
+    for (const at::Tensor& tensor : tensors) {
+      const auto& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
+      if (HP_FAULT("small_buffers") || slot.held[0].storage != storage.unsafeGetStorageImpl()) continue;
+      slot.kept = copy_of(storage);
+      slot.owns_kept = true;
+      slot.kept_version = 0;
+      slot.held.clear();
+      break;
+    }
+  }
+}
+
+inline bool has_history(const at::Tensor& tensor) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  return meta != nullptr && meta->grad_fn_ != nullptr;
+}
+
+// The pack hook of every tape, which the extension sets.
+inline PyCFunction pack_of_tapes = nullptr;
+
+// Whether it is a leaf, or a view or a cast of one: a weight, as `is_parameter_derived` of storages.py knows it.
+inline bool is_of_a_leaf(const at::Tensor& tensor) {
+  constexpr int kLongestChain = 8;
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  auto node = meta == nullptr ? nullptr : meta->grad_fn_;
+  for (int step = 0; node != nullptr; ++step) {
+    const std::string name = node->name();
+    if (name.find("AccumulateGrad") != std::string::npos) return true;
+    const bool passes_through = is_one_of(
+        name, {"TBackward0", "ToCopyBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0",
+               "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0", "SelectBackward0", "SliceBackward0",
+               "UnsqueezeBackward0", "ExpandBackward0"});
+    if (!passes_through || step == kLongestChain) return false;
+    node = node->next_edge(0).function;
+  }
+  return true;
+}
+
+// What the hooks around a region see, at its end, of a tensor that is no argument. Hooks want to know weights from activations.
+// Another graph is not shown: where it was made inside the region, by another thread, what a hook keeps could hold this tape. A tape
+// around it asks for the graph and lets go of it when its region ends.
+inline PythonRef shown_to(PyObject* pack, const at::Tensor& tensor) {
+  const bool is_tape = PyCFunction_Check(pack) && PyCFunction_GetFunction(pack) == pack_of_tapes;
+  return PythonRef::take(THPVariable_Wrap(is_tape || is_of_a_leaf(tensor) ? tensor : alias_of(tensor)));
+}
+
+// The copies of swapped arguments begin here, before the region's own work. Called with the GIL.
+inline void Tape::show_arguments(const std::vector<at::Tensor>& tensors, PyObject* pack, PyObject* unpack) {
+  if (HP_FAULT("hooks_around")) return;
+  for (const at::Tensor& tensor : tensors) {
+    if (why_not_plain(tensor) != nullptr || (tensor.dim() == 0 && tensor.device().type() == c10::kCPU)) continue;
+    int slot = kNone;
+    int held = kNone;
+    {
+      auto lock = locked(mutex_);
+      slot = find_or_hold(tensor, View::of(tensor), held);
+      if (slots_[slot].held[held].is_argument) continue;
+      slots_[slot].held[held].is_argument = true;
+      slots_[slot].held[held].is_used = false;
+    }
+    PythonRef value = PythonRef::take(THPVariable_Wrap(tensor));
+    PyObject* packed = PyObject_CallFunctionObjArgs(pack, value.get(), nullptr);
+    if (packed == nullptr) throw python_error();
+    auto lock = locked(mutex_);
+    slots_[slot].held[held].packed = PythonRef::take(packed);
+    slots_[slot].held[held].unpack = PythonRef(unpack);
+  }
+}
+
+// Outside tensors go through the hooks around the region, which decide what becomes of them: arguments, their views, and
+// tensors that have a history. Weights and constants are held as they are. Called with the GIL.
+inline void Tape::show_held(PyObject* pack, PyObject* unpack) {
+  for (Slot& slot : slots_) {
+    bool is_argument = false;
+    for (const Held& entry : slot.held) is_argument = is_argument || entry.is_argument;
+    for (Held& entry : slot.held) {
+      at::Tensor original = std::move(entry.original);
+      entry.original = at::Tensor();
+      if (entry.packed) {  // shown when the region began
+        auto lock = locked(mutex_);
+        entry.alias = at::Tensor();
+        if (!entry.is_used) entry.packed = PythonRef();
+        continue;
+      }
+      const bool is_scalar = entry.view.sizes.empty() && entry.alias.device().type() == c10::kCPU;
+      if (pack == nullptr || is_scalar || !(is_argument || has_history(original)) || HP_FAULT("hooks_around")) continue;
+      PythonRef value = shown_to(pack, original);
+      PyObject* packed = PyObject_CallFunctionObjArgs(pack, value.get(), nullptr);
+      if (packed == nullptr) throw python_error();
+      auto lock = locked(mutex_);
+      entry.packed = PythonRef::take(packed);
+      entry.unpack = PythonRef(unpack);
+      entry.alias = at::Tensor();
+    }
+  }
+}
+
+// Swapped outputs that an op of torch made are remade as well while a tape is proven: a kernel that the dispatcher does not see
+// may have changed one after its copy out began.
+class Tape::WithoutSwaps {
+ public:
+  explicit WithoutSwaps(Tape& tape) : tape_(tape), aside_(tape.slots_.size()) {
+    for (size_t at = 0; at < aside_.size(); ++at) {
+      Slot& slot = tape.slots_[at];
+      if (!slot.swapped || !slot.can_be_remade || slot.writes != slot.kept_version || HP_FAULT("swapped_probation")) continue;
+      aside_[at].swapped = std::move(slot.swapped);
+      aside_[at].original = std::move(slot.fetched);
+      slot.swapped = PythonRef();
+      slot.fetched = c10::Storage();
+      slot.kept_version = kNone;
+    }
+  }
+  ~WithoutSwaps() {
+    for (size_t at = 0; at < aside_.size(); ++at) {
+      if (!aside_[at].swapped) continue;
+      tape_.slots_[at].swapped = std::move(aside_[at].swapped);
+      tape_.slots_[at].kept_version = tape_.slots_[at].writes;
+    }
+  }
+  const c10::Storage& original(int slot) const { return aside_[slot].original; }
+  void forget_original(int slot) { aside_[slot].original = c10::Storage(); }
+
+ private:
+  struct Aside {
+    PythonRef swapped;
+    c10::Storage original;  // none where the ops up to it were proven before
+  };
+  Tape& tape_;
+  std::vector<Aside> aside_;
+};
+
+inline std::string Tape::difference(const Handle& handle, const c10::Storage& made, const c10::Storage& original) const {
+  if (handle.saved_version >= 0 && handle.closed_version != handle.saved_version) return "";  // raises when it is wanted
+  Unseen unseen;
+  if (HP_FAULT("probation_comparison") || at::equal(handle.view.bits(made), handle.view.bits(original))) return "";
+  const Slot& slot = slots_[handle.slot];
+  const Op* op = slot.created_by == kNone ? nullptr : &ops_[slot.created_by];
+  return "a value " + describe(handle.view) + (op ? " of " + op->handle.operator_name().name : std::string()) +
+      " came out different when it was made again";
+}
+
+// Every value is compared as soon as it was made, and what came out equal is let go at once: two copies of all values of a
+// region would be more than its backward takes.
+inline std::string Tape::prove() {
+  auto lock = locked(mutex_);
+  collect_dead();
+  WithoutSwaps without_swaps(*this);
+  std::unordered_map<int, std::vector<int>> by_slot;  // handles on probation
+  Replay replay(*this);
+  for (size_t at = 0; at < handles_.size(); ++at) {
+    const Handle& handle = handles_[at];
+    if (is_remade(handle)) by_slot[handle.slot].push_back(static_cast<int>(at));
+  }
+  for (const auto& [slot, on_probation] : by_slot) {
+    int version = kNone;
+    for (int at : on_probation) version = std::max(version, handles_[at].version);
+    replay.want_to_see(slot, version);
+  }
+  std::string different;
+  try {
+    const ReplayingFlag replaying(is_replaying);
+    replay.run([&](int slot, const c10::Storage& made) {
+      bool is_equal = true;
+      for (int at : by_slot[slot]) {
+        Handle& handle = handles_[at];
+        const c10::Storage original = handle.kept.defined() ? handle.kept.storage() : without_swaps.original(slot);
+        const std::string found = original ? difference(handle, made, original) : std::string();
+        if (found.empty()) {
+          handle.kept = at::Tensor();
+        } else {
+          handle.kept = handle.view.over(original);
+          is_equal = false;
+        }
+        if (different.empty()) different = found;
+      }
+      if (is_equal) without_swaps.forget_original(slot);
+    });
+  } catch (python_error& error) {
+    WithGil gil;
+    error.restore();
+    PyErr_Clear();
+    different = "it could not be run again: a Python error";
+  } catch (const c10::Error& error) {
+    different = std::string("it could not be run again: ") + error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    different = std::string("it could not be run again: ") + error.what();
+  }
+  if (different.empty()) {
+    belief_->add(sequence_);
+    still_proven_ = true;
+    return different;
+  }
+  for (const auto& [slot, on_probation] : by_slot) {  // what was not compared stays
+    const c10::Storage& original = without_swaps.original(slot);
+    for (int at : on_probation) {
+      if (original && !handles_[at].kept.defined()) handles_[at].kept = handles_[at].view.over(original);
+    }
+  }
+  return different;
+}
+
+inline size_t Tape::kept_bytes() {
+  auto lock = locked(mutex_);
+  size_t total = 0;
+  for (const Slot& slot : slots_) {
+    if (slot.kept) total += slot.nbytes;
+  }
+  return total;
+}
+
+inline size_t Tape::recomputed_bytes() {
+  auto lock = locked(mutex_);
+  size_t total = 0;
+  for (const Slot& slot : slots_) {
+    if (slot.is_created && slot.kept_version == kNone) total += slot.nbytes;
+  }
+  return total;
+}
+
+inline size_t Tape::held_count() {
+  auto lock = locked(mutex_);
+  size_t total = 0;
+  for (const Slot& slot : slots_) total += slot.held.size();
+  return total;
+}
+
+}  // namespace hyper_parallel
