@@ -1,6 +1,6 @@
 """Everything recomputed, nothing swapped: the tape against torch's checkpoint on models of several kinds.
 
-    HYPER_PARALLEL_NATIVE=1 python -m benchmarks.recompute_h200 [--cases launch lora moe llama3] [--pairs 10] [-o FILE]
+    python -m benchmarks.recompute_h200 [--cases launch lora moe llama3] [--pairs 10] [-o FILE]
 
 Each case is a process of its own. The ways are interleaved: every round runs one step of each, beginning with another one. A
 time is the median over rounds; a ratio is the median of the rounds' ratios, with the smallest and the largest. Activations are

@@ -1,6 +1,6 @@
 """What recording and replaying costs the host, per op.
 
-    HYPER_PARALLEL_NATIVE=1 OMP_NUM_THREADS=1 python -m benchmarks.tape_cost [--device cuda] [--rounds 15]
+    OMP_NUM_THREADS=1 python -m benchmarks.tape_cost [--device cuda] [--rounds 15]
 
 A chain of 8 x 8 float32 ``mm``, ``silu`` and ``add`` under autograd, one thread. All ways are interleaved in one process; each
 number is the median over rounds. Prints one JSON line.

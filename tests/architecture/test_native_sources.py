@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sysconfig
 from pathlib import Path
 
 import pytest
 
-from hyper_parallel.backends.torch import native
+from hyper_parallel.backends.torch import native, storages
 
 
 @pytest.mark.slow
@@ -17,3 +18,9 @@ def test_they_compile_where_there_are_a_compiler_and_the_headers_of_python(monke
         pytest.skip("no C++ compiler, or no headers of Python, on this machine")
     monkeypatch.delenv("HYPER_PARALLEL_NATIVE", raising=False)
     assert native.load() is not None, native.why_not()
+
+
+def test_both_lists_of_nodes_between_a_weight_and_its_views_are_the_same() -> None:
+    """Hooks around a region see the graph of a weight's view alone; the packer knows a weight by the same nodes."""
+    source = (Path(native.__file__).parent / "forward_end.h").read_text()
+    assert set(re.findall(r'"(\w+Backward0)"', source)) == storages._PASS_THROUGH
