@@ -18,7 +18,7 @@ from hyper_parallel.core.trees import tree_map
 if TYPE_CHECKING:
     from hyper_parallel.core.activation_checkpoint.adapter import TensorAdapter
 
-__all__ = ["BottomHooks", "Marks", "mark_tensors"]
+__all__ = ["THIS_THREAD", "BottomHooks", "Marks", "mark_tensors"]
 
 
 class Marks:
@@ -48,9 +48,13 @@ class Marks:
 
 
 class BottomHooks(threading.local):
-    """The pack hook that this thread has at the bottom of its stack, if any."""
+    """The pack hook that this thread has at the bottom of its stack, if any, and how it is taken off where a framework can."""
 
     bottom: Any = None
+    take_off: Callable[[], None] | None = None
+
+
+THIS_THREAD = BottomHooks()
 
 
 def mark_tensors(tree: Any, tag: str | None, *, tensors: TensorAdapter, marks: Marks) -> bool:

@@ -18,7 +18,7 @@ from hyper_parallel.core.activation_checkpoint.adapter import DeviceBackend, Str
 from hyper_parallel.core.activation_checkpoint.chain import Chain, DeclaredLayers
 from hyper_parallel.core.activation_checkpoint.engine import BackwardTask, Engine
 from hyper_parallel.core.activation_checkpoint.engines import Engines
-from hyper_parallel.core.activation_checkpoint.marks import Marks
+from hyper_parallel.core.activation_checkpoint.marks import THIS_THREAD, Marks
 from hyper_parallel.core.activation_checkpoint.record import Record
 from hyper_parallel.core.activation_checkpoint.statistics import Counters, SwapStats
 from hyper_parallel.core.activation_checkpoint.summary import FirstStep
@@ -139,6 +139,8 @@ class SwapManager:
             self._begin()
             self.backends = simulated
         self._group_stack.set(())
+        if THIS_THREAD.take_off is not None:
+            THIS_THREAD.take_off()
 
     # ------------------------------------------------------------------ groups
 

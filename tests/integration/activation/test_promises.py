@@ -438,5 +438,12 @@ def test_swap_tensor_wrapper_marks_what_leaves_and_names_it() -> None:
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
+def test_reset_takes_off_the_hooks_of_a_mark_whose_tensor_is_gone() -> None:
+    hp.swap_tensor_wrapper(torch.ones(3, requires_grad=True) * 2)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    hp.SwapManager().reset()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
 def count(events: list[tuple[str, int]]) -> int:
     return sum(what == "offload" for what, _ in events)
