@@ -26,7 +26,7 @@ nothing reads stays where it is.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Final, NamedTuple
 
 from hyper_parallel.fates import Fate
@@ -140,6 +140,38 @@ class KindAnalysis:
             scale = 0.0
         self.backward_seconds = [seconds * scale for seconds in own]
         self.knows_backward_bytes = any(op.backward_bytes for op in kind.ops)
+
+    def needed(self, region: CutRegion, there: Collection[int]) -> tuple[list[int], dict[int, int]]:
+        """The ops of a region that a tape runs where the values ``there`` are kept, and which of them reads a value last."""
+        own = range(region.first_op, region.stop_op)
+        wanted = {value for value in own if value not in there and any(op in own for op in self.kept_by[value])}
+        last_read: dict[int, int] = {}
+        found = []
+        for at in reversed(own):
+            op = self.kind.ops[at]
+            changes_it = op.alias is not None and op.reason == "in_place" and self.root[at] in wanted
+            if not changes_it and (op.alias is not None or at not in wanted):
+                continue
+            found.append(at)
+            for value in self.roots(op.inputs):
+                last_read.setdefault(value, at)
+                if value in own and value not in there:
+                    wanted.add(value)
+        return found[::-1], last_read
+
+    def spared(self, region: CutRegion, kept: Collection[int], at: int) -> frozenset[int]:
+        """The ops that a replay of the region runs no more where the output of op ``at`` is kept as well as ``kept``.
+
+        A replay in Python runs every op whose output is not kept. A tape also leaves out the ops that only this one needed.
+        """
+        if not self.kind.runs_from_tape:
+            return frozenset({at}) if at < self.replay_stop(region) and at not in kept else frozenset()
+        with_it = self.needed(region, {*kept, at})[0]
+        return frozenset(self.needed(region, kept)[0]).difference(with_it)
+
+    def seconds_of(self, ops: Iterable[int]) -> float:
+        """The forward's seconds of these ops."""
+        return sum(self.kind.ops[at].seconds for at in ops)
 
     def replay_stop(self, region: CutRegion) -> int:
         """The replay ends before this op: nothing later in the region is needed again."""
@@ -430,8 +462,9 @@ class _Replay:
         self.fetched_in_backward: dict[int, list[int]] = {}  # by op
         self.at = self.region.stop_op - 1  # the replay comes before this op's backward
         if block.kind.runs_from_tape:
-            self.last_read: dict[int, int] = {}
-            self.runs = self._needed(own)
+            self.runs, self.last_read = block.analysis.needed(self.region, self._there)
+            missing = [value for value in self.kept_until if value not in self._there]
+            self.at = max((max(self._keepers(value)) for value in missing), default=self.at)
             self._fetch_for_readers()
         else:
             self.runs = [at for at in range(self.region.first_op, self.stop) if at not in self._there]
@@ -443,24 +476,6 @@ class _Replay:
         """The ops of the region whose backward reads it."""
         region = self.region
         return [op for op in self._block.analysis.kept_by[value] if region.first_op <= op < region.stop_op]
-
-    def _needed(self, own: range) -> list[int]:
-        """The ops that a tape runs; also finds out which of them reads a value last."""
-        analysis = self._block.analysis
-        wanted = {value for value in self.kept_until if value not in self._there}
-        self.at = max((max(self._keepers(value)) for value in wanted), default=self.at)
-        found = []
-        for at in reversed(own):
-            op = analysis.kind.ops[at]
-            changes_it = op.alias is not None and op.reason == "in_place" and analysis.root[at] in wanted
-            if not changes_it and (op.alias is not None or at not in wanted):
-                continue
-            found.append(at)
-            for value in analysis.roots(op.inputs):
-                self.last_read.setdefault(value, at)
-                if value in own and value not in self._there:
-                    wanted.add(value)
-        return found[::-1]
 
     def _fetch_for_readers(self) -> None:
         analysis = self._block.analysis

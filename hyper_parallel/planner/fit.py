@@ -16,19 +16,13 @@ from typing import Any, Final, Protocol, TypeVar
 
 from hyper_parallel.config import show_bytes
 from hyper_parallel.errors import ActivationError, BudgetTooSmallError, FarMemoryError, PlanError
+from hyper_parallel.fates import Fate
 from hyper_parallel.planner.backend import Model, Step, planner_backend
 from hyper_parallel.planner.budget import parse_budget
 from hyper_parallel.planner.plan import Corrections, Plan
-from hyper_parallel.planner.planning import plan_memory
+from hyper_parallel.planner.planning import Planning
 from hyper_parallel.planner.profile import Profile
-from hyper_parallel.planner.simple_plans import (
-    RECOMPUTED,
-    RECOMPUTED_SWAPPED,
-    SWAPPED,
-    SimplePlan,
-    as_measured,
-    simple_plan,
-)
+from hyper_parallel.planner.simple_plans import SWAPPED, SimplePlan, as_measured, simple_plan, simple_plans
 from hyper_parallel.records.step_measure import StepMeasure
 
 __all__ = ["apply_plan", "fit_memory", "profile_memory", "worst_of"]
@@ -36,6 +30,7 @@ __all__ = ["apply_plan", "fit_memory", "profile_memory", "worst_of"]
 _BEYOND: Final = 1.05  # what a step that ran out of memory counts as, over what it should have taken
 _AS_FAST: Final = 1.005
 _MUCH_FASTER: Final = 1.01  # a simple plan that is this much faster takes the place of a searched one
+_CLEARLY: Final = 1.1  # a simple plan that is predicted to be this much slower or larger is not measured
 _SIMULATED: Final = "simulated accelerator"
 
 Result = TypeVar("Result")
@@ -169,6 +164,8 @@ class _Fit:
         self.world: World = self.backend.world() or _OneProcess()
         self.history: list[Mapping[str, Any]] = []
         self.misses = 0
+        self.planning: Planning | None = None
+        self.tried: set[Hashable] = set()  # the decisions of the searched plans that were measured
 
     def run(self) -> Any:
         """Profile once, then plan and measure until they agree."""
@@ -208,14 +205,13 @@ class _Fit:
     def _searched(self, profile: Profile) -> tuple[tuple[Plan, StepMeasure] | None, BudgetTooSmallError | None]:
         corrections: Corrections | None = None
         best: tuple[Plan, StepMeasure] | None = None
-        tried: set[Hashable] = set()
         for _ in range(self.attempts):
             plan = self._plan(profile, corrections)
             if isinstance(plan, BudgetTooSmallError):
                 return best, plan
-            if best is not None and _decisions_of(plan) in tried:
+            if best is not None and _decisions_of(plan) in self.tried:
                 break
-            tried.add(_decisions_of(plan))
+            self.tried.add(_decisions_of(plan))
             measured = self._measure(plan)
             assert measured is not None, "only a simple plan may not run"
             self._add_to_history(plan, measured)
@@ -235,18 +231,24 @@ class _Fit:
     ) -> tuple[Plan, StepMeasure] | None:
         """The better of what was found and of what a person would try by hand; measured peaks and times decide.
 
-        Swapping whole blocks is tried only where nothing else fits. Where time is simulated it decides nothing, and simple
-        plans are tried only as long as nothing fits.
+        A way that the prediction rules out is not tried. Swapping whole blocks, which is not predicted, is tried only where
+        nothing else fits. Where time is simulated it decides nothing, and simple plans are tried only as long as nothing fits.
         """
         if self.budget < profile.base.total:
             return best  # weights, gradients and states alone are more, under any plan
-        for way in (RECOMPUTED, RECOMPUTED_SWAPPED, SWAPPED):
+        corrections = None if best is None else best[0].corrections
+        # Steps that come out faster than predicted do so under any plan; a slower one may be the searched plan's own fault.
+        scale = 1.0 if best is None else min(1.0, best[1].step_seconds / best[0].predicted_step_seconds)
+        for way in simple_plans(profile):
             if best is not None and (way is SWAPPED or not _has_real_time(profile)):
                 break
-            plan = simple_plan(profile, self.budget, way)
-            measured = self._measure(plan, is_simple=True)
+            plan = simple_plan(profile, self.budget, way, corrections)
+            if _decisions_of(plan) in self.tried or self._is_ruled_out(plan, way, best, scale):
+                continue
+            measured = self._measure_simple(plan, best)
             if measured is None:
                 continue
+            scale = min(scale, measured.step_seconds / plan.predicted_step_seconds)
             plan = as_measured(
                 plan, profile, peak_bytes=measured.peak_bytes, step_seconds=_finite(measured.step_seconds)
             )
@@ -255,6 +257,25 @@ class _Fit:
             if fits and (best is None or _MUCH_FASTER * measured.step_seconds < best[1].step_seconds):
                 best = plan, measured
         return best
+
+    def _is_ruled_out(self, plan: Plan, way: SimplePlan, best: tuple[Plan, StepMeasure] | None, scale: float) -> bool:
+        """Whether the prediction, with its seconds scaled, leaves no doubt that this plan is no better than what there is."""
+        if best is None:
+            # The smallest ones are always measured: what they come to is the answer, or a part of the refusal.
+            return plan.predicted_peak_bytes > _BEYOND * self.budget and way.name.startswith("the preset")
+        return (
+            plan.predicted_peak_bytes > _CLEARLY * self.budget
+            or plan.predicted_step_seconds * scale > _CLEARLY * best[1].step_seconds
+        )
+
+    def _measure_simple(self, plan: Plan, best: tuple[Plan, StepMeasure] | None) -> StepMeasure | None:
+        """One step; where that promises to be better than what there is, as many as of any other plan."""
+        measured = self._measure(plan, is_simple=True, steps=1)
+        if measured is None or measured.peak_bytes > self.budget or self.steps == 1:
+            return measured
+        if best is not None and measured.step_seconds >= best[1].step_seconds:
+            return measured
+        return self._measure(plan, is_simple=True)
 
     def _refused(self, profile: Profile, refusal: BudgetTooSmallError | None) -> BudgetTooSmallError:
         """Names the smallest peak, measured or predicted, and what it is made of."""
@@ -312,7 +333,8 @@ class _Fit:
             if corrections is None and self.first_plan is not None:
                 return self.first_plan
             try:
-                return plan_memory(profile, self.budget, corrections=corrections)
+                self.planning = self.planning or Planning(profile)
+                return self.planning.plan(self.budget, corrections)
             except BudgetTooSmallError as error:
                 return error
 
@@ -320,13 +342,13 @@ class _Fit:
         assert plan is not None, "the first rank makes a plan or says why not"
         return plan
 
-    def _measure(self, plan: Plan, *, is_simple: bool = False) -> StepMeasure | None:
+    def _measure(self, plan: Plan, *, is_simple: bool = False, steps: int | None = None) -> StepMeasure | None:
         """The worst rank's peak and time under a plan; None for a simple plan that cannot run on this model."""
 
         def apply_and_measure() -> StepMeasure | None:
             try:
                 with self.backend.apply_plan(self.model, plan):
-                    return self.backend.measure_step(self.model, self.step, steps=self.steps, is_guarded=True)
+                    return self.backend.measure_step(self.model, self.step, steps=steps or self.steps, is_guarded=True)
             except (ActivationError, FarMemoryError):
                 if not is_simple:
                     raise
@@ -402,14 +424,16 @@ def _has_real_time(profile: Profile) -> bool:
 
 
 def _decisions_of(plan: Plan) -> Hashable:
-    """The decisions of a plan, without its reasons and predictions."""
+    """The decisions of a plan, without its reasons and predictions. What is not named is recomputed."""
     recipes = [
         tuple(
             (
                 region.module,
                 region.input_fate,
                 region.is_replayed,
-                tuple((op.name, op.overload, op.occurrence, op.fate) for op in region.ops),
+                tuple(
+                    (op.name, op.overload, op.occurrence, op.fate) for op in region.ops if op.fate is not Fate.RECOMPUTE
+                ),
             )
             for region in recipe.regions
         )

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import heapq
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from hyper_parallel.fates import Fate
 from hyper_parallel.planner.block_trace import LEFT_ALONE, Choice, KindAnalysis
-from hyper_parallel.planner.profile import EngineSettings
+from hyper_parallel.planner.profile import EngineSettings, OpProfile
 
 __all__ = ["Move", "Slot", "Solution", "Space"]
 
@@ -36,7 +37,7 @@ class Slot(NamedTuple):
     is_input: bool
     at: int
     nbytes: int
-    seconds: float  # to make it again
+    seconds: float  # that a replay takes less where it alone is kept
 
     @property
     def density(self) -> float:
@@ -96,17 +97,46 @@ class Space:
         regions = analysis.kind.cuts[cut].regions
         taken = {value for region in regions for value in analysis.roots(region.inputs)}
         found = []
-        count = len(self.rows[kind])
         for number, region in enumerate(regions):
             held = sum(input_bytes if value < 0 else ops[value].output_bytes for value in analysis.roots(region.inputs))
             if held >= max(1, self.min_bytes):
                 found.append(Slot(kind, cut, True, number, held, 0.0))
-            for at in range(region.first_op, analysis.replay_stop(region)):
-                op = ops[at]
-                is_worth_it = op.seconds and op.seconds * count >= _LEAST_SHARE * self.seconds
-                if op.is_keepable and op.output_bytes and is_worth_it and at not in taken:
-                    found.append(Slot(kind, cut, False, at, op.output_bytes, op.seconds))
+            own = range(region.first_op, analysis.replay_stop(region))
+            keepable = [at for at in own if ops[at].is_keepable and ops[at].output_bytes and at not in taken]
+            spared = {at: analysis.spared(region, (), at) for at in keepable}
+            for at in _undominated(spared, ops):
+                seconds = analysis.seconds_of(spared[at])
+                if self._is_worth_it(kind, seconds):
+                    found.append(Slot(kind, cut, False, at, ops[at].output_bytes, seconds))
         return found
+
+    def _is_worth_it(self, kind: int, seconds: float) -> bool:
+        return seconds > 0 and seconds * len(self.rows[kind]) >= _LEAST_SHARE * self.seconds
+
+    def by_density(self, kind: int, cut: int) -> list[Slot]:
+        """The ops' slots of a kind, those that spare most for a byte first, each where the ones before it are kept.
+
+        What a slot spares shrinks with what is kept already, so only the slot that seems best is looked at again.
+        """
+        analysis = self.analyses[kind]
+        ordered: list[Slot] = []
+        for region in analysis.kind.cuts[cut].regions:
+            own = range(region.first_op, region.stop_op)
+            kept: set[int] = set()
+            waiting = [(-slot.density, slot) for slot in self.slots[kind, cut] if not slot.is_input and slot.at in own]
+            heapq.heapify(waiting)
+            while waiting:
+                _, slot = heapq.heappop(waiting)
+                seconds = analysis.seconds_of(analysis.spared(region, kept, slot.at))
+                now = slot._replace(seconds=seconds)
+                if not self._is_worth_it(kind, seconds):
+                    continue
+                if waiting and -now.density > waiting[0][0]:
+                    heapq.heappush(waiting, (-now.density, now))
+                    continue
+                kept.add(slot.at)
+                ordered.append(now)
+        return sorted(ordered, key=lambda slot: -slot.density)
 
     def _whole_choices(self, kind: int) -> list[Choice]:
         """Everything that can become of a block, where that is a short list."""
@@ -220,6 +250,18 @@ class Space:
             others = {int(now * factor) for factor in _FACTORS} | {now + self.largest, max(0, now - self.largest)}
             for value in sorted(others - {now}):
                 yield functools.partial(_set_setting, name=name, value=value)
+
+
+def _undominated(spared: Mapping[int, frozenset[int]], ops: Sequence[OpProfile]) -> list[int]:
+    """Without the ops that do not run where another op's output is kept that takes no more bytes."""
+    return [
+        at
+        for at in spared
+        if not any(
+            at in others and other != at and ops[other].output_bytes <= ops[at].output_bytes
+            for other, others in spared.items()
+        )
+    ]
 
 
 def _set_fate(solution: Solution, *, blocks: Sequence[int], slot: Slot, fate: Fate) -> Solution:

@@ -18,7 +18,7 @@ from hyper_parallel.planner.solve import Answer, Solver
 from hyper_parallel.planner.step_simulator import StepSimulator
 from hyper_parallel.records.prediction import Prediction
 
-__all__ = ["plan_memory", "predict", "untouched_prediction", "written_plan"]
+__all__ = ["Planning", "plan_memory", "predict", "untouched_prediction", "written_plan"]
 
 _WHAT_IF: Final = (0.9, 1.1)
 _SECOND_LOOK: Final = 0.25  # of the first search's effort
@@ -46,19 +46,43 @@ def plan_memory(
     budget_bytes = parse_budget(budget, name="plan_memory: budget")
     if isinstance(effort, bool) or not isinstance(effort, int | float) or not 0 < effort <= 100:
         raise ValueError(f"plan_memory: effort is a number above 0 and up to 100, got {effort!r}")
-    if corrections is None:
-        corrections = _calibrated(profile, budget_bytes)
-    solver = Solver(StepSimulator(profile, corrections))
-    answer = solver.solve(budget_bytes, effort=effort)
-    if answer.step.peak_bytes > budget_bytes:
-        answer = min(answer, solver.smallest(effort=effort), key=lambda each: each.key(budget_bytes))
-        if answer.step.peak_bytes > budget_bytes:
-            raise _too_small(profile, solver, answer, budget_bytes)
-    others = [_at(solver, answer, int(budget_bytes * factor), effort) for factor in _WHAT_IF]
-    # What a little less or more memory leads to is often a good place to start from.
-    answer = solver.solve(budget_bytes, near=[answer, *others], effort=_SECOND_LOOK * effort)
-    what_if = tuple(_as_what_if(answer, other, int(budget_bytes * share)) for other, share in zip(others, _WHAT_IF))
-    return written_plan(solver, answer, budget_bytes, what_if=what_if)
+    return Planning(profile).plan(budget_bytes, corrections, effort=effort)
+
+
+class Planning:
+    """Plans of one profile. What an earlier search found is where the next one starts, so that it takes less time."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._solver: Solver | None = None
+
+    def plan(self, budget: int, corrections: Corrections | None = None, *, effort: float = 1.0) -> Plan:
+        """See ``plan_memory``."""
+        if corrections is None:
+            corrections = _calibrated(self._profile, budget)
+        if self._solver is None:
+            self._solver = Solver(StepSimulator(self._profile, corrections))
+            answer = self._first(self._solver, budget, effort)
+        else:
+            self._solver = self._solver.corrected(corrections, budget)
+            answer = self._fitting(self._solver, budget, _SECOND_LOOK * effort)
+        return written_plan(self._solver, answer, budget, what_if=_what_if(self._solver, answer, budget))
+
+    def _first(self, solver: Solver, budget: int, effort: float) -> Answer:
+        answer = self._fitting(solver, budget, effort)
+        # What a little less or more memory leads to is often a good place to start from.
+        others = [
+            solver.solve(int(budget * factor), near=[answer], effort=_SECOND_LOOK * effort) for factor in _WHAT_IF
+        ]
+        return solver.solve(budget, near=[answer, *others], effort=_SECOND_LOOK * effort)
+
+    def _fitting(self, solver: Solver, budget: int, effort: float) -> Answer:
+        answer = solver.solve(budget, effort=effort)
+        if answer.step.peak_bytes > budget:
+            answer = min(answer, solver.smallest(effort=effort), key=lambda each: each.key(budget))
+            if answer.step.peak_bytes > budget:
+                raise _too_small(self._profile, solver, answer, budget)
+        return answer
 
 
 def written_plan(solver: Solver, answer: Answer, budget: int, *, what_if: tuple[WhatIf, ...] = ()) -> Plan:
@@ -126,16 +150,21 @@ def predict(solver: Solver, choices: tuple[Choice, ...], settings: EngineSetting
     )
 
 
-def _at(solver: Solver, answer: Answer, budget: int, effort: float) -> Answer:
-    """The answer at another budget, searched from this one."""
-    return solver.solve(budget, near=[answer], effort=_SECOND_LOOK * effort)
-
-
-def _as_what_if(answer: Answer, other: Answer, budget: int) -> WhatIf:
-    step = min(answer, other, key=lambda each: each.key(budget)).step
-    if step.peak_bytes > budget:
-        return WhatIf(budget_bytes=budget, peak_bytes=None, step_seconds=None)
-    return WhatIf(budget_bytes=budget, peak_bytes=step.peak_bytes, step_seconds=step.step_seconds)
+def _what_if(solver: Solver, answer: Answer, budget: int) -> tuple[WhatIf, ...]:
+    """What is known to be possible with a little less or more memory."""
+    found = []
+    for factor in _WHAT_IF:
+        other = int(budget * factor)
+        step = min(answer, solver.best_known(other), key=lambda each: each.key(other)).step
+        fits = step.peak_bytes <= other
+        found.append(
+            WhatIf(
+                budget_bytes=other,
+                peak_bytes=step.peak_bytes if fits else None,
+                step_seconds=step.step_seconds if fits else None,
+            )
+        )
+    return tuple(found)
 
 
 def _too_small(profile: Profile, solver: Solver, answer: Answer, budget: int) -> BudgetTooSmallError:

@@ -12,15 +12,15 @@ from typing import Final
 
 from hyper_parallel.config import show_bytes
 from hyper_parallel.fates import Fate
-from hyper_parallel.planner.block_trace import Choice
+from hyper_parallel.planner import by_hand
+from hyper_parallel.planner.moves import Solution
 from hyper_parallel.planner.plan import BlockPlan, Corrections, Plan, Recipe, RegionPlan
-from hyper_parallel.planner.planning import predict, untouched_prediction
+from hyper_parallel.planner.planning import untouched_prediction, written_plan
 from hyper_parallel.planner.profile import Profile
 from hyper_parallel.planner.solve import Solver
 from hyper_parallel.planner.step_simulator import StepSimulator
-from hyper_parallel.records.prediction import Prediction
 
-__all__ = ["RECOMPUTED", "RECOMPUTED_SWAPPED", "SWAPPED", "SimplePlan", "as_measured", "simple_plan"]
+__all__ = ["RECOMPUTED", "RECOMPUTED_SWAPPED", "SWAPPED", "SimplePlan", "as_measured", "simple_plan", "simple_plans"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,46 +28,57 @@ class SimplePlan:
     """One way to treat every block."""
 
     name: str
-    input_fate: Fate
-    is_replayed: bool
+    is_replayed: bool = True
 
 
-RECOMPUTED: Final = SimplePlan(name="every block recomputed", input_fate=Fate.SAVE, is_replayed=True)
-RECOMPUTED_SWAPPED: Final = SimplePlan(
-    name="every block recomputed, its inputs swapped", input_fate=Fate.SWAP, is_replayed=True
-)
-SWAPPED: Final = SimplePlan(name="everything that blocks save swapped", input_fate=Fate.SWAP, is_replayed=False)
+RECOMPUTED: Final = SimplePlan(name=by_hand.RECOMPUTED)
+RECOMPUTED_SWAPPED: Final = SimplePlan(name=by_hand.RECOMPUTED_SWAPPED)
+SWAPPED: Final = SimplePlan(name="everything that blocks save swapped", is_replayed=False)
 
 
-def simple_plan(profile: Profile, budget: int, way: SimplePlan) -> Plan:
+def simple_plans(profile: Profile) -> tuple[SimplePlan, ...]:
+    """The ways that there are for this model: the two plain ones, the presets, and last the swap of whole blocks."""
+    return (*(SimplePlan(name=name) for name in by_hand.choices_by_hand(profile)), SWAPPED)
+
+
+def simple_plan(profile: Profile, budget: int, way: SimplePlan, corrections: Corrections | None = None) -> Plan:
     """Every block treated in one way. What a swap of whole blocks comes to is not simulated: measuring says it."""
-    solver = Solver(StepSimulator(profile, Corrections()))
+    solver = Solver(StepSimulator(profile, corrections))
+    if way.is_replayed:
+        answer = solver.simulate(Solution(solver.by_hand[way.name], profile.engine))
+        return _named(written_plan(solver, answer, budget), way.name)
     untouched = untouched_prediction(solver)
-    recipes = tuple(
-        Recipe(
-            kind=kind.name,
-            regions=(RegionPlan(module="", input_fate=way.input_fate, ops=(), is_replayed=way.is_replayed),),
-        )
-        for kind in profile.kinds
-    )
+    region = RegionPlan(module="", input_fate=Fate.SWAP, ops=(), is_replayed=False)
     return Plan(
         model_fingerprint=profile.model_fingerprint,
         budget_bytes=budget,
         blocks=tuple(BlockPlan(name=block.name, recipe=block.kind, reason=way.name) for block in profile.blocks),
-        recipes=recipes,
+        recipes=tuple(Recipe(kind=kind.name, regions=(region,)) for kind in profile.kinds),
         settings=profile.engine,
-        predicted=_replayed(solver, profile, way) if way.is_replayed else untouched,
+        predicted=untouched,
         untouched=untouched,
     )
 
 
-def _replayed(solver: Solver, profile: Profile, way: SimplePlan) -> Prediction:
-    choices: list[Choice] = []
-    for block in profile.blocks:
-        cuts = profile.kinds[block.kind].cuts
-        whole = next((at for at, cut in enumerate(cuts) if cut.regions[0].module == ""), 0)
-        choices.append(solver.space.plain(block.kind, whole, inputs=way.input_fate))
-    return predict(solver, tuple(choices), profile.engine)
+def _named(plan: Plan, reason: str) -> Plan:
+    """The plan with one reason for everything; what is recomputed in a region need not be listed."""
+    recipes = [
+        dataclasses.replace(
+            recipe,
+            regions=tuple(
+                dataclasses.replace(
+                    region,
+                    ops=tuple(
+                        dataclasses.replace(op, reason=reason) for op in region.ops if op.fate is not Fate.RECOMPUTE
+                    ),
+                )
+                for region in recipe.regions
+            ),
+        )
+        for recipe in plan.recipes
+    ]
+    blocks = [block if block.recipe is None else dataclasses.replace(block, reason=reason) for block in plan.blocks]
+    return dataclasses.replace(plan, recipes=tuple(recipes), blocks=tuple(blocks))
 
 
 def as_measured(plan: Plan, profile: Profile, *, peak_bytes: int, step_seconds: float) -> Plan:

@@ -4,7 +4,7 @@
 2. Seeds. Slots are ordered by the seconds of recomputation that one byte saves. For every number of slots that leave for
    far memory, the rest is filled: saves are added in that order, late blocks first, as long as the simulator says it fits.
 3. Search. From the best seeds, moves that shorten the step and still fit are taken. At the edge of the budget most gains
-   need memory, so a gain that does not fit is tried together with a move that savings memory back.
+   need memory, so a gain that does not fit is tried together with a move that gives memory back.
 
 Every judgement is the simulator's; the order of bytes and seconds only decides what is tried first. The amount of work
 is bounded, so the same question has the same answer on any machine.
@@ -12,6 +12,7 @@ is bounded, so the same question has the same answer on any machine.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import heapq
 import itertools
@@ -21,14 +22,18 @@ from typing import Final, NamedTuple
 
 from hyper_parallel.fates import Fate
 from hyper_parallel.planner.block_trace import LEFT_ALONE, Choice
+from hyper_parallel.planner.by_hand import choices_by_hand
 from hyper_parallel.planner.moves import Move, Slot, Solution, Space, with_fate
+from hyper_parallel.planner.plan import Corrections
 from hyper_parallel.planner.profile import Block, EngineSettings
 from hyper_parallel.planner.step_simulator import SimulatedStep, StepSimulator
 
 __all__ = ["Answer", "Solver"]
 
-MOST_EVENTS: Final = 2_500_000  # of traces, simulated or made; a few seconds
+MOST_EVENTS: Final = 1_200_000  # of traces, simulated or made; one or two seconds
 _SWAP_COUNTS: Final = 8
+_NEARBY: Final = (0.95, 1.0, 1.05)  # shares of a budget whose best answers are carried over to other corrections
+_CARRIED: Final = 10
 # What a person gets for simplicity's sake, as shares of the step: see Answer.
 _RECIPE_PRICE: Final = 5e-5
 _SWAP_PRICE: Final = 2e-6
@@ -85,8 +90,25 @@ class Solver:
         )
         self.pace = _SHORT if self.space.is_short else _LONG
         self._tied = _tied(self.profile.blocks)
+        self.by_hand = choices_by_hand(self.profile)
         self._simulated: dict[Solution, Answer] = {}
+        self._has_seeds = False
         self._stop_at = 0
+
+    def corrected(self, corrections: Corrections, budget: int) -> Solver:
+        """A solver with other corrections, which starts from what this one found for budgets near ``budget``."""
+        other = copy.copy(self)
+        other.simulator = self.simulator.corrected(corrections)
+        other._simulated = {}
+        for share in _NEARBY:
+            near = int(share * budget)
+            for known in heapq.nsmallest(_CARRIED, self._simulated.values(), key=lambda answer: answer.key(near)):
+                other.simulate(known.solution)
+        return other
+
+    def best_known(self, budget: int) -> Answer:
+        """The best of everything that was simulated so far, for this budget."""
+        return min(self._simulated.values(), key=lambda answer: answer.key(budget))
 
     def simulate(self, solution: Solution) -> Answer:
         """A solution and the step it comes to, simulated once."""
@@ -113,7 +135,10 @@ class Solver:
             return alone
         self._stop_at = self.simulator.cost + int(MOST_EVENTS * effort)
         near = sorted(near, key=lambda answer: answer.key(budget))
-        starts = sorted([*near, *self._seeds(budget)], key=lambda answer: answer.key(budget))
+        # Seeds are made once: those of another budget, and what was found from them, are starts for this one too.
+        starts = list(self._simulated.values()) if self._has_seeds else self._seeds(budget)
+        self._has_seeds = True
+        starts.sort(key=lambda answer: answer.key(budget))
         best = starts[0]
         for start in _distinct([*near, *starts], max(self.pace.starts, len(near) + 1)):
             best = min(best, self._descend(start, budget), key=lambda answer: answer.key(budget))
@@ -136,6 +161,7 @@ class Solver:
                 found.append((self._fill(slots, count, cut, Fate.SWAP, settings, budget), cut, count))
         best = sorted(found, key=lambda row: row[0].key(budget))[:3]
         answers = [answer for answer, _, _ in found]
+        answers += [self.simulate(Solution(choices, self.profile.engine)) for choices in self.by_hand.values()]
         for _, cut, count in best:
             slots = self._ordered(cut)
             for settings in self._settings(slots[:count]):
@@ -144,12 +170,8 @@ class Solver:
         return answers
 
     def _ordered(self, cut: int) -> list[Slot]:
-        slots = [
-            slot
-            for kind in self.space.rows
-            for slot in self.space.slots[kind, self._cut_of(kind, cut)]
-            if not slot.is_input
-        ]
+        """The slots of all kinds, those first that spare most seconds for a byte."""
+        slots = [slot for kind in self.space.rows for slot in self.space.by_density(kind, self._cut_of(kind, cut))]
         return sorted(slots, key=lambda slot: -slot.density)
 
     def _cut_of(self, kind: int, cut: int) -> int:

@@ -20,6 +20,7 @@ Rules
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections import deque
 from collections.abc import Sequence
@@ -120,6 +121,12 @@ class StepSimulator:
         self.simulations = 0
         self.cost = 0  # events simulated, and what making traces costs in events
         self._traces: dict[tuple[int, Choice, int], BlockTrace] = {}
+
+    def corrected(self, corrections: Corrections) -> StepSimulator:
+        """The same profile with other corrections; the traces of blocks are shared."""
+        other = copy.copy(self)
+        other.corrections = corrections
+        return other
 
     def trace(self, block: int, choice: Choice) -> BlockTrace:
         """The trace of block number ``block`` with ``choice``."""

@@ -6,6 +6,7 @@ named by its own. ``make test-long`` runs a thousand of them.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 
@@ -21,6 +22,7 @@ from hyper_parallel.planner.profile import (
     CutRegion,
     EngineSettings,
     FarCaps,
+    HostCost,
     Link,
     Measured,
     OpProfile,
@@ -71,11 +73,18 @@ def random_kind(dice: random.Random, ops: int, *, is_cut: bool) -> BlockKind:
 
 
 def random_profile(seed: int) -> Profile:
-    """2 or 3 blocks of one or two kinds, so that every choice of every block can be tried."""
+    """2 or 3 blocks of one or two kinds, so that every choice of every block can be tried.
+
+    Half of them run from tapes, and in some the host is the slower one.
+    """
     dice = random.Random(seed)
     blocks, ops, is_cut = dice.choice(((2, 3, True), (2, 4, False), (3, 3, False), (2, 3, False)))
     kinds = [random_kind(dice, ops, is_cut=is_cut) for _ in range(dice.choice((1, 1, 2)))]
     link = dice.choice((0.5, 2.0, 8.0)) * UNIT
+    second = random.Random(f"tape and host {seed}")
+    if second.random() < 0.5:  # fates depend on one another: what is kept spares the ops that only it needed
+        kinds = [dataclasses.replace(kind, runs_from_tape=True) for kind in kinds]
+    seconds = sum(op.seconds for block in range(blocks) for op in kinds[block % len(kinds)].ops)
     return Profile(
         versions=Versions(framework="none", framework_version="0", device="none", library_version="0"),
         model_fingerprint=str(seed),
@@ -102,14 +111,24 @@ def random_profile(seed: int) -> Profile:
             min_bytes=dice.choice((1, 2 * UNIT)),
             is_tunable=False,
         ),
+        host=HostCost(
+            step_seconds=second.choice((0.0, 2.0, 3.5)) * seconds,
+            region_op_seconds=second.choice((0.0, 0.3)),
+            replayed_op_seconds=second.choice((0.0, 0.6)),
+            swap_seconds=second.choice((0.0, 0.5)),
+        ),
     )
 
 
 def choices_of(kind: BlockKind, solver: Solver, number: int) -> list[Choice]:
     """Everything that can become of one block."""
+    analysis = solver.simulator.analyses[number]
     found = [LEFT_ALONE]
     for cut, regions in enumerate(kind.cuts):
         slots = {slot.at for slot in solver.space.slots[number, cut] if not slot.is_input}
+        if kind.runs_from_tape:  # the search leaves out what another op's output stands for; here nothing is left out
+            stops = [(region.first_op, analysis.replay_stop(region)) for region in regions.regions]
+            slots = {at for first, stop in stops for at in range(first, stop)}
         may_be = [tuple(Fate) if at in slots else (Fate.RECOMPUTE,) for at in range(len(kind.ops))]
         for inputs in itertools.product((Fate.SAVE, Fate.SWAP), repeat=len(regions.regions)):
             found += [Choice(cut, inputs, fates) for fates in itertools.product(*may_be)]

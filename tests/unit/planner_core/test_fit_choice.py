@@ -13,12 +13,13 @@ from hyper_parallel.errors import BudgetTooSmallError, SwapImpossibleError
 from hyper_parallel.planner import fit
 from hyper_parallel.planner.plan import Plan
 from hyper_parallel.planner.profile import Profile
-from hyper_parallel.planner.simple_plans import RECOMPUTED, RECOMPUTED_SWAPPED, SWAPPED
+from hyper_parallel.planner.simple_plans import RECOMPUTED, RECOMPUTED_SWAPPED, SWAPPED, simple_plans
 
-from .small import small_profile
+from .small import KIND, small_profile
 
 SEARCHED, ALONE = "searched", "left alone"
-WAYS = {way.name for way in (RECOMPUTED, RECOMPUTED_SWAPPED, SWAPPED)}
+WAYS = {way.name for way in simple_plans(small_profile())}
+AUTO = "the preset 'auto'"
 FITS = 125  # below the 131 of the step left alone; the smallest searched plan needs 121
 
 
@@ -51,6 +52,7 @@ class PaperDevice:
         self.profile, self.script = profile, script
         self.plan: Plan | None = None
         self.measured: list[str] = []
+        self.steps: list[int] = []
 
     def world(self) -> None:
         return None
@@ -65,8 +67,9 @@ class PaperDevice:
     def apply_plan(self, model: Any, plan: Plan) -> Applied:
         return Applied(self, plan)
 
-    def measure_step(self, model: Any, step: Any, **_: Any) -> Measure:
+    def measure_step(self, model: Any, step: Any, *, steps: int, **_: Any) -> Measure:
         assert self.plan is not None
+        self.steps.append(steps)
         reason = self.plan.blocks[0].reason
         name = ALONE if self.plan.does_nothing else reason if reason in WAYS else SEARCHED
         self.measured.append(name)
@@ -90,6 +93,7 @@ def script(**seconds: float) -> dict[str, Measure | Exception]:
         SEARCHED: Measure(FITS, seconds["searched"]),
         RECOMPUTED.name: Measure(FITS - 2, seconds["recomputed"]),
         RECOMPUTED_SWAPPED.name: Measure(FITS - 3, seconds["swapped"]),
+        AUTO: Measure(FITS - 1, seconds.get("auto", 9.0)),
     }
 
 
@@ -97,7 +101,41 @@ def test_every_block_recomputed_is_the_answer_where_it_is_faster(monkeypatch: py
     applied, device = fitted(monkeypatch, script(searched=1.506, recomputed=1.300, swapped=1.350))
     assert applied.plan.blocks[0].reason == RECOMPUTED.name
     assert (applied.plan.predicted_peak_bytes, applied.plan.predicted_step_seconds) == (FITS - 2, 1.300)
-    assert device.measured == [SEARCHED, RECOMPUTED.name, RECOMPUTED_SWAPPED.name]  # and nothing more
+    # "elementwise" comes to the searched plan here, so it is not measured again.
+    assert device.measured == [SEARCHED, RECOMPUTED.name, RECOMPUTED_SWAPPED.name, AUTO]
+
+
+def test_a_preset_is_the_answer_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    applied, _ = fitted(monkeypatch, script(searched=1.5, recomputed=1.5, swapped=1.5, auto=1.2))
+    assert applied.plan.blocks[0].reason == AUTO
+    assert applied.plan.predicted_step_seconds == 1.2
+
+
+def test_a_way_that_is_predicted_to_be_much_slower_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block more is recomputed than in the searched plan: 8 % where forward is short, a third where it is long."""
+    said = script(searched=1.0, recomputed=0.5, swapped=0.5, auto=1.0)
+    _, device = fitted(monkeypatch, said)
+    assert RECOMPUTED.name in device.measured
+    ops = tuple(dataclasses.replace(op, seconds=20 * op.seconds) for op in KIND.ops)
+    _, device = fitted(monkeypatch, said, kind=dataclasses.replace(KIND, ops=ops))
+    assert RECOMPUTED.name not in device.measured
+
+
+def test_a_simple_plan_is_measured_with_one_step_unless_it_promises_to_be_better(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = script(searched=1.3, recomputed=1.35, swapped=1.25, auto=1.4)
+    device = PaperDevice(small_profile(), said)
+    monkeypatch.setattr(fit, "planner_backend", lambda: device)
+    applied = fit.fit_memory(None, lambda: None, FITS, attempts=1, steps=4)
+    assert applied.plan.blocks[0].reason == RECOMPUTED_SWAPPED.name
+    assert list(zip(device.measured, device.steps)) == [
+        (SEARCHED, 4),
+        (RECOMPUTED.name, 1),
+        (RECOMPUTED_SWAPPED.name, 1),
+        (RECOMPUTED_SWAPPED.name, 4),
+        (AUTO, 1),
+    ]
 
 
 def test_inputs_swapped_is_the_answer_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,63 @@
+"""What a person would write by hand for every block, as choices of the search: all recomputed, inputs swapped, the presets.
+
+The search starts from them too, and ``fit_memory`` measures those that its prediction cannot rule out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from hyper_parallel.fates import Fate
+from hyper_parallel.planner.block_trace import LEFT_ALONE, Choice
+from hyper_parallel.planner.profile import BlockKind, Profile
+from hyper_parallel.planner.rules import INPUT, PRESETS, RuleSet
+
+__all__ = ["RECOMPUTED", "RECOMPUTED_SWAPPED", "choices_by_hand"]
+
+RECOMPUTED: Final = "every block recomputed"
+RECOMPUTED_SWAPPED: Final = "every block recomputed, its inputs swapped"  # the preset "boundary"
+
+_OF_PRESETS: Final[Mapping[str, RuleSet]] = {
+    RECOMPUTED_SWAPPED if name == "boundary" else f"the preset {name!r}": RuleSet.read(name) for name in PRESETS
+}
+
+
+def choices_by_hand(profile: Profile) -> dict[str, tuple[Choice, ...]]:
+    """By name; a way that comes to the same as an earlier one on this model is left out."""
+    all_recomputed = tuple(_recomputed(profile.kind_of(at)) for at in range(len(profile.blocks)))
+    found = {RECOMPUTED: all_recomputed}
+    for name, rules in _OF_PRESETS.items():
+        choices = [_choice(profile, profile.kind_of(at), rules) for at in range(len(profile.blocks))]
+        if rules.spares_last_block:
+            choices[-1] = LEFT_ALONE
+        if tuple(choices) not in found.values():
+            found[name] = tuple(choices)
+    return found
+
+
+def _whole(kind: BlockKind) -> int:
+    """The cut that makes the block one region, or the first."""
+    return next((at for at, cut in enumerate(kind.cuts) if cut.regions[0].module == ""), 0)
+
+
+def _recomputed(kind: BlockKind) -> Choice:
+    cut = _whole(kind)
+    return Choice(cut, (Fate.SAVE,) * len(kind.cuts[cut].regions), (Fate.RECOMPUTE,) * len(kind.ops))
+
+
+def _choice(profile: Profile, kind: BlockKind, rules: RuleSet) -> Choice:
+    plain = _recomputed(kind)
+    fates = tuple(
+        _fate(rules, op.name, nbytes=op.output_bytes, min_bytes=profile.engine.min_bytes)
+        if op.is_keepable and op.output_bytes
+        else Fate.RECOMPUTE
+        for op in kind.ops
+    )
+    return Choice(plain.cut, (rules.rule_for("", INPUT).fate,) * len(plain.inputs), fates)
+
+
+def _fate(rules: RuleSet, op: str, *, nbytes: int, min_bytes: int) -> Fate:
+    """What is too small to leave stays."""
+    fate = rules.rule_for("", op).fate
+    return Fate.SAVE if fate is Fate.SWAP and nbytes < min_bytes else fate
