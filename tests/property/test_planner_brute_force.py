@@ -126,10 +126,14 @@ def choices_of(kind: BlockKind, solver: Solver, number: int) -> list[Choice]:
     found = [LEFT_ALONE]
     for cut, regions in enumerate(kind.cuts):
         slots = {slot.at for slot in solver.space.slots[number, cut] if not slot.is_input}
-        if kind.runs_from_tape:  # the search leaves out what another op's output stands for; here nothing is left out
-            stops = [(region.first_op, analysis.replay_stop(region)) for region in regions.regions]
-            slots = {at for first, stop in stops for at in range(first, stop)}
-        may_be = [tuple(Fate) if at in slots else (Fate.RECOMPUTE,) for at in range(len(kind.ops))]
+        # On a tape the search leaves out what another op's output stands for; here it may be saved. Swapping it as well would
+        # only push other values out of the tail, which is what the tail's size is for.
+        stops = [(region.first_op, analysis.replay_stop(region)) for region in regions.regions]
+        others = {at for first, stop in stops for at in range(first, stop)} if kind.runs_from_tape else set()
+        may_be = [
+            tuple(Fate) if at in slots else (Fate.RECOMPUTE, Fate.SAVE) if at in others else (Fate.RECOMPUTE,)
+            for at in range(len(kind.ops))
+        ]
         for inputs in itertools.product((Fate.SAVE, Fate.SWAP), repeat=len(regions.regions)):
             found += [Choice(cut, inputs, fates) for fates in itertools.product(*may_be)]
     return found
