@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.backends.torch import graph, storages
 from hyper_parallel.backends.torch.devices import backend_for, refuse_capture
+from hyper_parallel.backends.torch.op_registry import check_op_names
 from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.adapter import DeviceBackend, FlatBytes, TensorAdapter, View
 from hyper_parallel.core.activation_checkpoint.packed import Scope, raise_changed
@@ -170,6 +171,10 @@ class TorchTensorAdapter(TensorAdapter):
         """See the base class."""
         is_module = isinstance(value, torch.nn.Module)
         return type(getattr(value, "wrapped_module", value)).__name__ if is_module else None
+
+    def check_op_names(self, names: list[str], where: str) -> None:
+        """See the base class."""
+        check_op_names(names, where)
 
     def forward_pre_hooks(self, layer: torch.nn.Module) -> Iterable[Any]:
         """See the base class."""

@@ -378,6 +378,9 @@ class TensorAdapter(abc.ABC):
     def module_label(self, value: Any) -> str | None:
         """The class name of a module, seen through a wrapper of ours; None for any other callable."""
 
+    def check_op_names(self, names: list[str], where: str) -> None:
+        """Refuse names that no op has (PolicyError, with near misses). Accepts all where a framework cannot list its ops."""
+
     @abc.abstractmethod
     def forward_pre_hooks(self, layer: Any) -> Iterable[Any]:
         """The hooks that run before a module's forward."""

@@ -26,8 +26,8 @@ from hyper_parallel.core.activation_checkpoint.flat_inputs import RegionCall
 from hyper_parallel.core.activation_checkpoint.policy import TensorPolicy, as_op_policy
 from hyper_parallel.core.activation_checkpoint.record import Position
 from hyper_parallel.core.activation_checkpoint.region_state import RegionStateBase
+from hyper_parallel.core.activation_checkpoint.setting_checks import check_tensor_policy, label_of
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
-from hyper_parallel.errors import PolicyError
 
 __all__ = [
     "Calls",
@@ -166,7 +166,9 @@ class Calls(abc.ABC):
         if policy_fn is not None or swap_inputs:
             self.tensors.refuse_capture(where)
         position = Position(self.tensors.next_sequence())
-        policy = None if policy_fn is None else as_op_policy(policy_fn, where=where)
+        policy = (
+            None if policy_fn is None else as_op_policy(policy_fn, where=where, check_names=self.tensors.check_op_names)
+        )
         run = self.recorded(
             RecordedCall(
                 where=where,
@@ -215,8 +217,7 @@ class Calls(abc.ABC):
     ) -> Any:
         """See ``hyper_parallel.swap``."""
         where = self._where("swap", function)
-        if policy_fn is not None and not callable(policy_fn):
-            raise PolicyError(f"{where}: the tensor policy must be a function of one tensor, got {policy_fn!r}")
+        check_tensor_policy(where, policy_fn)
         with self.hooks(policy_fn, swap_config=swap_config, where=where, **self.packer_options(function)):
             output = function(*args, **kwargs)
         return watch_first_step(output, self.tensors, is_recomputed=False)
@@ -225,8 +226,7 @@ class Calls(abc.ABC):
 
     def label_of(self, function: Any) -> str:
         """The function or module as errors name it."""
-        label = self.tensors.module_label(getattr(function, "__self__", function))
-        return str(getattr(function, "__qualname__", type(function).__name__)) if label is None else label
+        return label_of(function, self.tensors)
 
     def _where(self, name: str, function: Any) -> str:
         if not callable(function):
