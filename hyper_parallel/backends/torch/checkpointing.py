@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.backends.torch.graph import is_in_backward
+from hyper_parallel.backends.torch.region_bytes import counted
 from hyper_parallel.backends.torch.region_state import RegionState
 from hyper_parallel.backends.torch.saved_tensors import AsyncSaveOnCpu, unpack
 from hyper_parallel.backends.torch.selective import create_selective_checkpoint_contexts
@@ -67,7 +68,7 @@ class TorchCalls(Calls):
 
     def prepared(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Callable[..., Any]:
         """See the base class."""
-        return with_own_cache(function, args, kwargs)
+        return counted(with_own_cache(function, args, kwargs))
 
     def recorded(self, call: RecordedCall) -> Recomputation | None:
         """See the base class."""
@@ -87,7 +88,8 @@ class TorchCalls(Calls):
             observed if call.policy is None else SwappedOutputs(call.where, call.swap_config, call.position, observed)
         )
         region = region_for(call.function)
-        return functools.partial(region.run, call.where, call.function, call.args, call.kwargs, call.policy, swaps)
+        function = counted(call.function)
+        return functools.partial(region.run, call.where, function, call.args, call.kwargs, call.policy, swaps)
 
     def run_replayable(self, call: CheckpointCall) -> Any:
         """See the base class. Without gradients nothing is replayed.

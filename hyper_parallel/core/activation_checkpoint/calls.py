@@ -198,6 +198,7 @@ class Calls(abc.ABC):
             )
             run = functools.partial(self.run_replayable, call)
             del prepared
+        input_bytes = self._first_input_bytes(args, kwargs) if swap_inputs else 0
         del args, kwargs  # what runs the region holds its arguments
         if not swap_inputs:
             return watch_first_step(run(), self.tensors, is_recomputed=True)
@@ -205,7 +206,7 @@ class Calls(abc.ABC):
             output = run()
         position.sequence = self.tensors.next_sequence()
         SwapManager().trim_windows()
-        return watch_first_step(output, self.tensors, is_recomputed=True)
+        return watch_first_step(output, self.tensors, is_recomputed=True, swapped_inputs=input_bytes)
 
     def swap(
         self,
@@ -223,6 +224,12 @@ class Calls(abc.ABC):
         return watch_first_step(output, self.tensors, is_recomputed=False)
 
     # ------------------------------------------------------------------ shared parts
+
+    def _first_input_bytes(self, args: Any, kwargs: dict[str, Any]) -> int:
+        """The bytes of a region's inputs, for the line about the first step; 0 once that is over."""
+        if SwapManager().first_step.is_over:
+            return 0
+        return self.tensors.bytes_of((args, tuple(kwargs.values())))
 
     def label_of(self, function: Any) -> str:
         """The function or module as errors name it."""
