@@ -20,6 +20,7 @@ from hyper_parallel.report.bitmap import write_bitmap
 from hyper_parallel.report.figure import write_figure
 from hyper_parallel.report.page import write_page
 from hyper_parallel.report.trace import write_run_trace
+from hyper_parallel.report.words import show_time, show_time_change
 
 __all__ = ["add_arguments", "region_lines", "run", "show_run"]
 
@@ -64,14 +65,14 @@ def show_run(record: RunRecord, console: Console) -> None:
             [
                 step.name,
                 show_bytes(step.peak_bytes),
-                f"{step.peak_bytes / first.peak_bytes - 1:+.0%}" if first.peak_bytes else "",
-                f"{step.step_seconds:.2f} s" if step.step_seconds >= 1 else f"{step.step_seconds * 1e3:.1f} ms",
-                show_bytes(step.out_bytes) if step.out_bytes else "-",
-                show_bytes(step.back_bytes) if step.back_bytes else "-",
+                f"{step.peak_bytes / first.peak_bytes - 1:+.0%}" if step is not first and first.peak_bytes else "",
+                show_time(step),
+                "" if step is first else show_time_change(step, first),
+                f"{show_bytes(step.out_bytes)} / {show_bytes(step.back_bytes)}" if step.out_bytes else "-",
                 "not compared" if are_equal is None else "bitwise equal" if are_equal else "DIFFERENT",
             ]
         )
-    heads = ("way", "peak", "change", "step", "moved out", "moved back", "gradients")
+    heads = ("way", "peak", "", "step", "", "moved out / back", "gradients")
     console.table(f"{record.title} ({record.versions.device}, {record.memory_kind})", heads, rows)
     for step in record.steps:
         # A value that stayed and could have left has a reason; one that a policy saved has none.

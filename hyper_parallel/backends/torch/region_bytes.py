@@ -7,6 +7,7 @@ are held with and without the library.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -63,15 +64,11 @@ class _Counted:
 
 
 def _note(tensor: torch.Tensor, seen: dict[int, int]) -> None:
-    try:
+    with contextlib.suppress(RuntimeError, NotImplementedError):  # a class of tensors without a storage
         storage = tensor.untyped_storage()
         seen[storage.data_ptr()] = storage.nbytes()
-    except (RuntimeError, NotImplementedError):  # a class of tensors without a storage
-        pass
 
 
 def _forget(tensor: torch.Tensor, seen: dict[int, int]) -> None:
-    try:
+    with contextlib.suppress(RuntimeError, NotImplementedError):
         seen.pop(tensor.untyped_storage().data_ptr(), None)
-    except (RuntimeError, NotImplementedError):
-        pass

@@ -382,9 +382,8 @@ class TensorAdapter(abc.ABC):
         """The most bytes that the current device has held in this process; None where it does not count them."""
         return None
 
-    def check_op_names(self, names: list[str], where: str) -> None:
+    def check_op_names(self, names: list[str], where: str) -> None:  # noqa: B027
         """Refuse names that no op has (PolicyError, with near misses). Accepts all where a framework cannot list its ops."""
-        return None
 
     @abc.abstractmethod
     def forward_pre_hooks(self, layer: Any) -> Iterable[Any]:
