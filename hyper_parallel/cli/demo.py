@@ -141,9 +141,7 @@ def _demo_module() -> Any:  # the module hyper_parallel.backends.torch.demo
     try:
         from hyper_parallel.backends.torch import demo
     except ImportError as error:
-        raise CommandError(
-            f"needs torch, which cannot be imported here ({error}); pip install 'hyper-parallel[torch]'"
-        ) from None
+        raise CommandError(f"needs torch, which cannot be imported here ({error}); pip install torch") from None
     return demo
 
 

@@ -18,7 +18,7 @@ from typing import Any, Final
 from hyper_parallel.config import show_bytes
 from hyper_parallel.fates import Fate
 from hyper_parallel.records.run_record import FateTotal, OpTotal, RunRecord, StepRecord, shown_names
-from hyper_parallel.report.words import show_seconds, show_time, show_time_change
+from hyper_parallel.report.words import show_peak_change, show_seconds, show_time, show_time_change
 
 __all__ = ["render_page", "write_page"]
 
@@ -129,7 +129,7 @@ def _comparison(run: RunRecord) -> str:
     first = run.steps[0]
     rows = []
     for step in run.steps:
-        change = f"{step.peak_bytes / first.peak_bytes - 1:+.0%}" if step is not first and first.peak_bytes else ""
+        change = "" if step is first else show_peak_change(step, first)
         slower = "" if step is first else show_time_change(step, first)
         what = f"<br><code>{_text(step.what)}</code>" if step.what else ""
         rows.append(

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from hyper_parallel.records.run_record import StepRecord
 
-__all__ = ["show_seconds", "show_time", "show_time_change"]
+__all__ = ["show_peak_change", "show_seconds", "show_time", "show_time_change"]
 
 
 def show_seconds(seconds: float) -> str:
     """Seconds for a person."""
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def show_peak_change(step: StepRecord, first: StepRecord) -> str:
+    """By how much a peak differs from the first way's; ``same`` below half a percent."""
+    if not first.peak_bytes:
+        return ""
+    change = step.peak_bytes / first.peak_bytes - 1
+    return "same" if abs(change) < 0.005 else f"{change:+.0%}"
 
 
 def show_time(step: StepRecord) -> str:
