@@ -68,7 +68,7 @@ class TorchCalls(Calls):
 
     def prepared(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Callable[..., Any]:
         """See the base class."""
-        return counted(with_own_cache(function, args, kwargs))
+        return with_own_cache(function, args, kwargs)
 
     def recorded(self, call: RecordedCall) -> Recomputation | None:
         """See the base class."""
@@ -103,7 +103,7 @@ class TorchCalls(Calls):
         region = call.region
         call.watched.extend(weakref.ref(value) for value in region.args if isinstance(value, torch.Tensor))
         return framework_checkpoint(
-            region.function, *region.take_args(), early_stop=call.early_stop, **options, **region.kwargs
+            counted(region.function), *region.take_args(), early_stop=call.early_stop, **options, **region.kwargs
         )
 
     def policy_pairs(self, call: CheckpointCall, state: RegionState | None) -> list[Any]:
