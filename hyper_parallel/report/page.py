@@ -115,10 +115,11 @@ def _op(op: OpTotal) -> dict[str, Any]:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, words: Sequence[int] = (), kind: str = "") -> str:
-    """Cells are markup already; a column of ``words`` is read from the left."""
+    """Cells are markup already; a column of ``words`` is read from the left. On a phone a cell shows the head of its column."""
 
     def cell(tag: str, at: int, value: str) -> str:
-        return f"<{tag}{' class=words' if at in words else ''}>{value}</{tag}>"
+        head = f' data-head="{_text(heads[at])}"' if tag == "td" and heads else ""
+        return f"<{tag}{' class=words' if at in words else ''}{head}>{value}</{tag}>"
 
     head = "".join(cell("th", at, _text(name)) for at, name in enumerate(heads))
     body = "".join("<tr>" + "".join(cell("td", at, value) for at, value in enumerate(row)) + "</tr>" for row in rows)
@@ -144,7 +145,7 @@ def _comparison(run: RunRecord) -> str:
                 _gradients(run, step),
             ]
         )
-    heads = ("way", "peak", "", "step", "", "moved out / back", "waited for copies", "gradients")
+    heads = ("way", "peak", "peak ±", "step", "step ±", "moved out / back", "waited for copies", "gradients")
     has_spread = any(step.spread_seconds for step in run.steps)
     note = (
         "Times are medians of steps that the ways ran in turns, with half the range. "
