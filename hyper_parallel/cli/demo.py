@@ -31,8 +31,10 @@ from hyper_parallel.cli.factory import positive
 from hyper_parallel.cli.failures import CommandError, UsageError
 from hyper_parallel.cli.report import show_run
 from hyper_parallel.config import show_bytes
+from hyper_parallel.errors import BudgetTooSmallError
 from hyper_parallel.planner.budget import parse_budget
 from hyper_parallel.planner.plan import Plan
+from hyper_parallel.planner.planning import plan_memory
 from hyper_parallel.planner.profile import Profile
 from hyper_parallel.records.record_files import as_json
 from hyper_parallel.records.run_record import RunRecord, StepRecord
@@ -59,6 +61,8 @@ _STAGES: Final[Mapping[str, tuple[str, float]]] = {  # in order: what is said of
 _WAYS: Final = ("none", "recompute", "swap", "auto")
 _SIZES: Final = ("host", "device", "tiny")
 _TIME_LIMIT_S: Final = 900
+_EFFORT: Final = 0.3  # of a second search
+_ABOVE_SMALLEST: Final = 1.1
 _OBSERVED_STEPS: Final = 2  # of each way, in a process of its own, for its memory
 # Large blocks return to the system when they are freed, so that the memory of the process is that of its tensors.
 _ALLOCATOR: Final[Mapping[str, str]] = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
@@ -99,6 +103,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
             for stage, (words, _) in _STAGES.items():
                 advance(words)
                 _run_apart(stage, args, folder, disk)
+                if stage == "auto" and _planned_again(args, folder):
+                    _run_apart(stage, args, folder, disk)
     record = _collected(args, folder)
     record.save(folder / "run.json")
     write_page(folder / "report.html", record)
@@ -199,6 +205,27 @@ def _run_one(args: argparse.Namespace, folder: Path) -> None:
     if planned is not None:
         planned.plan.save(folder / "plan.json")
     (folder / "settings.json").write_text(json.dumps(demo_module.settings_in_words(size, disk)))
+
+
+def _planned_again(args: argparse.Namespace, folder: Path) -> bool:
+    """Plan again with what was measured, where the budget was not kept; whether there is another plan now.
+
+    On an accelerator ``fit_memory`` has done so already. A budget that nobody asked for is raised to what can be kept.
+    """
+    profile, plan = Profile.load(folder / "profile.json"), Plan.load(folder / "plan.json")
+    measured = StepRecord.load(folder / "auto.json").model_peak_bytes
+    if measured <= plan.budget_bytes:
+        return False
+    corrections = plan.corrections.after(plan, measured_peak_bytes=measured, measured_step_seconds=None)
+    try:
+        again = plan_memory(profile, plan.budget_bytes, corrections=corrections, effort=_EFFORT)
+    except BudgetTooSmallError as error:
+        if args.budget is not None or error.smallest_peak_bytes is None:
+            return False
+        budget = int(error.smallest_peak_bytes * _ABOVE_SMALLEST)
+        again = plan_memory(profile, budget, corrections=corrections, effort=_EFFORT)
+    again.save(folder / "plan.json")
+    return True
 
 
 def _collected(args: argparse.Namespace, folder: Path) -> RunRecord:
