@@ -1,4 +1,7 @@
-"""Time against memory as a picture: one panel per case, plain SVG, no library."""
+"""Time against memory as a picture: one panel per case, plain SVG, no library.
+
+The ground is transparent, and every colour is readable on white and on black: a page shows the same file in both modes.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 from hyper_parallel.report.figure import FONTS
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 420, 60, 20, 40, 50
+INK, GRID, OURS, OTHERS = "#7b828a", "#80808055", "#1f9d55", "#d9534f"
 SLOWEST = 1.5  # what is slower than this would press everything else to the bottom
 
 
@@ -20,8 +24,18 @@ def frontier_svg(results: list[dict[str, Any]]) -> str:
     ]
     panels = [_panel(result, TOP + index * (HEIGHT + 20)) for index, result in enumerate(results)]
     height = len(results) * (HEIGHT + 20) + TOP
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" font-family="{FONTS}" font-size="11">'
-    return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *panels, "</svg>"])
+    style = f'font-family="{FONTS}" font-size="11" fill="{INK}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" {style}>'
+    return "\n".join([head, *panels, "</svg>"])
+
+
+def _legend(top: int) -> list[str]:
+    """What the two colours mean."""
+    parts = []
+    for x, color, words in ((470, OURS, "hyper_parallel"), (600, OTHERS, "others, and the plain step")):
+        parts.append(f'<circle cx="{x}" cy="{top - 14}" r="4" fill="{color}"/>')
+        parts.append(f'<text x="{x + 9}" y="{top - 10}">{words}</text>')
+    return parts
 
 
 def _panel(result: dict[str, Any], top: int) -> str:
@@ -36,10 +50,15 @@ def _panel(result: dict[str, Any], top: int) -> str:
     def y(ratio: float) -> float:
         return top + (HEIGHT - BOTTOM) * (1 - (ratio - least_ratio) / (most_ratio - least_ratio))
 
-    parts = [f'<text x="{LEFT}" y="{top - 10}" font-size="14">{html.escape(result["case"]["name"])}</text>']
+    parts = [
+        f'<text x="{LEFT}" y="{top - 10}" font-size="14">{html.escape(result["case"]["name"])}</text>',
+        *_legend(top),
+    ]
     for step in range(100, int(most_ratio * 100) + 1, 5):
         ratio = step / 100
-        parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(ratio):.1f}" y2="{y(ratio):.1f}" stroke="#ddd"/>')
+        parts.append(
+            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(ratio):.1f}" y2="{y(ratio):.1f}" stroke="{GRID}"/>'
+        )
         parts.append(f'<text x="{LEFT - 6}" y="{y(ratio) + 4:.1f}" text-anchor="end">{ratio:.2f}</text>')
     for gib in range(0, int(most_act) + 1, 5):
         parts.append(f'<text x="{x(gib):.1f}" y="{top + HEIGHT - BOTTOM + 16}" text-anchor="middle">{gib}</text>')
@@ -47,7 +66,7 @@ def _panel(result: dict[str, Any], top: int) -> str:
     parts.append(f'<text x="14" y="{top + 140}" transform="rotate(-90 14 {top + 140})">step time, ratio to none</text>')
     taken: list[tuple[float, float]] = []  # where labels stand already
     for name, row in sorted(rows.items(), key=lambda item: item[1]["act_gib"]):
-        color = "#0a7d33" if name.startswith("ours") else "#b03030"
+        color = OURS if name.startswith("ours") else OTHERS
         parts.append(f'<circle cx="{x(row["act_gib"]):.1f}" cy="{y(row["ratio"]):.1f}" r="4" fill="{color}"/>')
         anchor = "end" if row["act_gib"] > 0.8 * most_act else "start"
         shift = -7 if anchor == "end" else 7

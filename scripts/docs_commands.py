@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hyper_parallel.cli.main import build_parser
+from hyper_parallel.cli.command_line import build_parser
 
 _PLACE = re.compile(r"<!-- command: (?P<name>[\w-]+) -->")
 

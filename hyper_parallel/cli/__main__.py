@@ -2,6 +2,6 @@
 
 import sys
 
-from hyper_parallel.cli.main import main
+from hyper_parallel.cli import main
 
 sys.exit(main())

@@ -71,7 +71,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     record.save(args.output)
     if args.html is not None:
         write_page(args.html, record)
-    names = ("name", "peak_bytes", "step_seconds", "out_bytes", "back_bytes", "exposed_seconds", "regions")
+    names = ("name", "peak_bytes", "step_seconds", "seconds", "out_bytes", "back_bytes", "exposed_seconds", "regions")
     console.data(
         {"record": args.output, "ways": [{n: as_json(getattr(step, n)) for n in names} for step in record.steps]}
     )
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 def _measured(args: argparse.Namespace, ways: list[str], console: Console) -> RunRecord:
     from hyper_parallel.backends.torch import step_observation
 
-    with console.progress("bench", len(ways) + 1) as advance:
+    with console.progress("bench", len(ways) + 2) as advance:
         advance(f"building {args.factory}")
         model, step = built_model(args.factory)
         with simulated_where_asked(args.simulate):
@@ -103,9 +103,13 @@ def _measured(args: argparse.Namespace, ways: list[str], console: Console) -> Ru
                     "move it to an accelerator, or count bytes with --simulate"
                 )
             steps: list[StepRecord] = []
+            plans: dict[str, Any] = {}  # by way
             for way in ways:
                 advance(f"running {way}")
-                steps.append(_one(args, way, model, step, blocks, observer, is_first=not steps))
+                steps.append(_one(args, way, model, step, blocks, observer, plans, is_first=not steps))
+            advance(f"timing {args.steps} rounds")
+            seconds = _timed_in_turns(args, ways, model, blocks, observer, plans)
+            steps = [one.timed(seconds[one.name]) for one in steps]
             versions = step_observation.versions_of(model)
     return RunRecord(
         title=f"{args.factory}, {len(ways)} ways",
@@ -123,8 +127,31 @@ def _measured(args: argparse.Namespace, ways: list[str], console: Console) -> Ru
     )
 
 
+def _timed_in_turns(
+    args: argparse.Namespace, ways: list[str], model: Any, blocks: Any, observer: Any, plans: dict[str, Any]
+) -> dict[str, list[float]]:
+    """Seconds of every way, in rounds: each way runs once in every round, so that a slow minute slows them all."""
+    from hyper_parallel.backends.torch import step_observation
+
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(args.steps):
+        for way in ways:
+            with step_observation.in_one_way(model, blocks, way, plans.get(way)):
+                with planner_backend().guarded(model, who="bench"):
+                    seconds[way].append(observer.time_one())
+    return seconds
+
+
 def _one(
-    args: argparse.Namespace, way: str, model: Any, step: Any, blocks: Any, observer: Any, *, is_first: bool
+    args: argparse.Namespace,
+    way: str,
+    model: Any,
+    step: Any,
+    blocks: Any,
+    observer: Any,
+    plans: dict[str, Any],
+    *,
+    is_first: bool,
 ) -> StepRecord:
     """One way, from the model as it was given; blocks and observer are the framework's.
 
@@ -136,14 +163,12 @@ def _one(
     if way == "auto":
         profile = profile_memory(model, step, blocks=args.blocks, steps=args.steps)
         fitted = fit_memory(model, step, args.budget, blocks=args.blocks, profile=profile, steps=args.steps)
-        plan = fitted.plan
+        plan = plans[way] = fitted.plan
         fitted.remove()
     seen, again = step_observation.FirstGradients(model), step_observation.FirstGradients(model)
     with step_observation.in_one_way(model, blocks, way, plan):
         with planner_backend().guarded(model, who="bench"):
-            record: StepRecord = observer.observe(
-                way, what=step_observation.WAYS[way].what, steps=args.steps, after=seen
-            )
+            record: StepRecord = observer.observe(way, what=step_observation.WAYS[way].what, steps=1, after=seen)
         if is_first:
             with planner_backend().guarded(model, who="bench"):
                 again(step())

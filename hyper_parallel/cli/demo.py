@@ -1,8 +1,9 @@
 """Train a small language model under a memory budget, four ways, and compare.
 
 none, recompute, swap and auto (the planner's choice for the budget): peak, step time, bytes moved, and whether all gradients
-are the same, bit for bit. On a machine with a GPU swapped values go to pinned memory; without one the device is RAM and far
-memory is a file, so that the memory of the process really falls. Each way runs in a process of its own.
+are the same, bit for bit. Times are medians of rounds in which the ways take turns. On a machine with a GPU swapped values go
+to pinned memory; without one the device is RAM and far memory is a file, so that the memory of the process really falls. The
+memory of each way is measured in a process of its own.
 
 Example::
 
@@ -30,8 +31,10 @@ from hyper_parallel.cli.factory import positive
 from hyper_parallel.cli.failures import CommandError, UsageError
 from hyper_parallel.cli.report import show_run
 from hyper_parallel.config import show_bytes
+from hyper_parallel.errors import BudgetTooSmallError
 from hyper_parallel.planner.budget import parse_budget
 from hyper_parallel.planner.plan import Plan
+from hyper_parallel.planner.planning import plan_memory
 from hyper_parallel.planner.profile import Profile
 from hyper_parallel.records.record_files import as_json
 from hyper_parallel.records.run_record import RunRecord, StepRecord
@@ -46,9 +49,21 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "run"]
 
 _PLAN: Final = "plan"
+_TIMES: Final = "times"
+_STAGES: Final[Mapping[str, tuple[str, float]]] = {  # in order: what is said of each, and its share of the time
+    "none": ("training: none", 1.0),
+    _PLAN: ("profiling and planning", 2.0),
+    "recompute": ("training: recompute", 1.0),
+    "swap": ("training: swap", 1.0),
+    "auto": ("training: auto", 1.0),
+    _TIMES: ("timing: the four ways in turns", 1.5),
+}
 _WAYS: Final = ("none", "recompute", "swap", "auto")
 _SIZES: Final = ("host", "device", "tiny")
 _TIME_LIMIT_S: Final = 900
+_EFFORT: Final = 0.3  # of a second search
+_ABOVE_SMALLEST: Final = 1.1
+_OBSERVED_STEPS: Final = 2  # of each way, in a process of its own, for its memory
 # Large blocks return to the system when they are freed, so that the memory of the process is that of its tensors.
 _ALLOCATOR: Final[Mapping[str, str]] = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
 _SAME_SUMS: Final[Mapping[str, str]] = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # matrix products that can be repeated
@@ -60,10 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", metavar="DIR", default="hyper-parallel-demo", help="default hyper-parallel-demo"
     )
     parser.add_argument("--budget", metavar="BYTES", help="for auto; half of what the step takes by default")
-    parser.add_argument("--steps", type=positive, default=2, metavar="N", help="how many steps are timed (default 2)")
+    parser.add_argument(
+        "--steps", type=positive, default=5, metavar="N", help="how many times each way is timed, in turns (default 5)"
+    )
     parser.add_argument("--disk-path", metavar="DIR", help="where swapped values go on machines without a GPU")
     parser.add_argument("--size", choices=_SIZES, help="how large a model; chosen by the machine by default")
-    parser.add_argument("--one", choices=(*_WAYS, _PLAN), help=argparse.SUPPRESS)  # one way, in this very process
+    parser.add_argument("--one", choices=(*_STAGES,), help=argparse.SUPPRESS)  # one way, in this very process
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -82,11 +99,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
         return 0
     _demo_module()  # says what is missing before anything is started
     with tempfile.TemporaryDirectory(prefix="hyper-parallel-", dir=args.disk_path) as disk:
-        stages = ("none", _PLAN, *_WAYS[1:])
-        with console.progress("demo", len(stages)) as advance:
-            for stage in stages:
-                advance("profiling and planning" if stage == _PLAN else f"training: {stage}")
+        with console.progress("demo", len(_STAGES), shares=[share for _, share in _STAGES.values()]) as advance:
+            for stage, (words, _) in _STAGES.items():
+                advance(words)
                 _run_apart(stage, args, folder, disk)
+                if stage == "auto" and _planned_again(args, folder):
+                    _run_apart(stage, args, folder, disk)
     record = _collected(args, folder)
     record.save(folder / "run.json")
     write_page(folder / "report.html", record)
@@ -95,24 +113,41 @@ def run(args: argparse.Namespace, console: Console) -> int:
     are_equal = all(record.are_gradients_equal(step) for step in record.steps)
     console.data(_figures(record, folder, are_equal=are_equal))
     show_run(record, console)
-    if record.budget_bytes is not None:
-        auto = record.steps[-1]
-        console.say(
-            f"auto: budget {show_bytes(record.budget_bytes)}, measured {show_bytes(auto.model_peak_bytes)} of the model's own"
-        )
+    for line in _story(record):
+        console.say(line)
     console.say(f"report: {folder / 'report.html'} (also run.json, plan.json, figure.svg, trace.json)")
     if not are_equal:
         raise CommandError(f"the gradients of the ways differ; please report this with {folder / 'run.json'}")
     return 0
 
 
+def _story(record: RunRecord) -> list[str]:
+    """What the table shows, in words: whether the budget was kept, and what that cost."""
+    by_name = {step.name: step for step in record.steps}
+    auto, none, recompute = by_name["auto"], by_name["none"], by_name["recompute"]
+    lines = []
+    if record.budget_bytes is not None:
+        kept = "kept" if auto.peak_bytes <= record.budget_bytes else "not kept"
+        lines.append(
+            f"auto: the budget of {show_bytes(record.budget_bytes)} was {kept}: peak {show_bytes(auto.peak_bytes)} instead of "
+            f"{show_bytes(none.peak_bytes)}"
+        )
+    for other, words in ((none, "the plain step"), (recompute, "recomputing everything")):
+        change = auto.time_change(other)
+        how = (
+            "no difference was measured"
+            if change is None
+            else f"{abs(change):.0%} {'slower' if change > 0 else 'faster'}"
+        )
+        lines.append(f"auto against {words}: {how}")
+    return lines
+
+
 def _demo_module() -> Any:  # the module hyper_parallel.backends.torch.demo
     try:
         from hyper_parallel.backends.torch import demo
     except ImportError as error:
-        raise CommandError(
-            f"needs torch, which cannot be imported here ({error}); pip install 'hyper-parallel[torch]'"
-        ) from None
+        raise CommandError(f"needs torch, which cannot be imported here ({error}); pip install torch") from None
     return demo
 
 
@@ -133,7 +168,7 @@ def _run_apart(stage: str, args: argparse.Namespace, folder: Path, disk: str) ->
         "--disk-path",
         disk,
     ]
-    command += ["--steps", str(args.steps)]
+    command += ["--steps", str(args.steps if stage == _TIMES else _OBSERVED_STEPS)]
     for name, value in (("--budget", args.budget), ("--size", args.size)):
         command += [name, value] if value is not None else []
     environment = {**_ALLOCATOR, **_SAME_SUMS, **os.environ, "HYPER_PARALLEL_PLATFORM": "torch"}
@@ -156,13 +191,41 @@ def _run_one(args: argparse.Namespace, folder: Path) -> None:
         planned.plan.save(folder / "plan.json")
         planned.profile.save(folder / "profile.json")
         return
+    if args.one == _TIMES:
+        plan = Plan.load(folder / "plan.json")
+        seconds = demo_module.time_in_turns(size, disk_path=disk, rounds=args.steps, plan=plan)
+        (folder / "times.json").write_text(json.dumps(seconds))
+        return
     planned = None
     if args.one == "auto":
         profile, plan = Profile.load(folder / "profile.json"), Plan.load(folder / "plan.json")
         planned = demo_module.DemoPlan(profile=profile, plan=plan)
     step = demo_module.train(args.one, size, disk_path=disk, steps=args.steps, planned=planned)
     step.save(folder / f"{args.one}.json")
+    if planned is not None:
+        planned.plan.save(folder / "plan.json")
     (folder / "settings.json").write_text(json.dumps(demo_module.settings_in_words(size, disk)))
+
+
+def _planned_again(args: argparse.Namespace, folder: Path) -> bool:
+    """Plan again with what was measured, where the budget was not kept; whether there is another plan now.
+
+    On an accelerator ``fit_memory`` has done so already. A budget that nobody asked for is raised to what can be kept.
+    """
+    profile, plan = Profile.load(folder / "profile.json"), Plan.load(folder / "plan.json")
+    measured = StepRecord.load(folder / "auto.json").model_peak_bytes
+    if measured <= plan.budget_bytes:
+        return False
+    corrections = plan.corrections.after(plan, measured_peak_bytes=measured, measured_step_seconds=None)
+    try:
+        again = plan_memory(profile, plan.budget_bytes, corrections=corrections, effort=_EFFORT)
+    except BudgetTooSmallError as error:
+        if args.budget is not None or error.smallest_peak_bytes is None:
+            return False
+        budget = int(error.smallest_peak_bytes * _ABOVE_SMALLEST)
+        again = plan_memory(profile, budget, corrections=corrections, effort=_EFFORT)
+    again.save(folder / "plan.json")
+    return True
 
 
 def _collected(args: argparse.Namespace, folder: Path) -> RunRecord:
@@ -174,15 +237,22 @@ def _collected(args: argparse.Namespace, folder: Path) -> RunRecord:
     if is_host:
         versions = dataclasses.replace(versions, device=f"CPU ({platform.machine()}, {os.cpu_count()} cores)")
         settings["disk_path"] = "a temporary directory"
-    notes = ("planned on the simulated accelerator: a CPU has no allocator to ask",) if is_host else ()
-    steps = [StepRecord.load(folder / f"{way}.json") for way in _WAYS]
-    for name in (*(f"{way}.json" for way in _WAYS), "settings.json"):
+    notes: tuple[str, ...] = ("planned on the simulated accelerator: a CPU has no allocator to ask",) if is_host else ()
+    seconds = json.loads((folder / "times.json").read_text())
+    steps = [StepRecord.load(folder / f"{way}.json").timed(seconds[way]) for way in _WAYS]
+    process_bytes = max(step.process_bytes for step in steps)
+    if is_host:  # the budget is about the model's own memory, so peaks and curves are too
+        steps = [step.without_process() for step in steps]
+        notes += (
+            f"the {show_bytes(process_bytes)} that Python and torch take without a model are left out of all figures",
+        )
+    for name in (*(f"{way}.json" for way in _WAYS), "settings.json", "times.json"):
         (folder / name).unlink()
     return RunRecord(
         title=f"A language model of {size.layers} layers, {size.batch} × {size.length} tokens, four ways",
         created=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         versions=versions,
-        memory_kind="resident memory of the process" if is_host else "device memory",
+        memory_kind="resident memory of the model" if is_host else "device memory",
         budget_bytes=plan.budget_bytes,
         settings=settings,
         machine={"system": f"{platform.system()} {platform.machine()}", "cores": str(os.cpu_count())},
@@ -197,6 +267,7 @@ def _figures(record: RunRecord, folder: Path, *, are_equal: bool) -> dict[str, A
         "peak_bytes",
         "model_peak_bytes",
         "step_seconds",
+        "seconds",
         "out_bytes",
         "back_bytes",
         "exposed_seconds",

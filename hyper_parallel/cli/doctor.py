@@ -27,6 +27,11 @@ from hyper_parallel.core.activation_checkpoint.far.process_memory import (
     default_host_limit_bytes,
 )
 from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.platform.platform import (
+    HYPER_PARALLEL_PLATFORM,
+    HYPER_PARALLEL_PLATFORM_MINDSPORE,
+    HYPER_PARALLEL_PLATFORM_TORCH,
+)
 
 if TYPE_CHECKING:
     from hyper_parallel.backends.torch.machine import Accelerator, DiskSpeed
@@ -34,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["Finding", "Machine", "add_arguments", "examined", "findings", "run"]
 
 _PACKAGES = ("torch", "mindspore", "transformers", "trl", "peft", "lightning", "accelerate", "rich")
+_PLATFORMS = (HYPER_PARALLEL_PLATFORM_TORCH, HYPER_PARALLEL_PLATFORM_MINDSPORE)
 _SLOW_DISK_BYTES_PER_SECOND = 500 * 2**20
 
 
@@ -88,12 +94,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
     console.table("This machine", ("what", "value"), _machine_rows(machine), words=(0, 1))
     rows = [[one.what, one.works, one.because] for one in found]
     console.table("What works here", ("what", "works", "because"), rows, words=(0, 1, 2))
-    return 0
+    return 1 if machine.chosen_platform and machine.chosen_platform not in _PLATFORMS else 0
 
 
 def examined(disk_path: str, advance: Callable[[str], None] = lambda text: None) -> Machine:
     """Look at everything, and measure it. ``advance`` is told what begins."""
-    chosen_platform = os.environ.get("HYPER_PARALLEL_PLATFORM", "")
+    chosen_platform = os.environ.get(HYPER_PARALLEL_PLATFORM, "").strip().lower()
     packages = {}
     for name in _PACKAGES:
         try:
@@ -186,7 +192,7 @@ def _machine_rows(machine: Machine) -> list[list[str]]:
 def findings(machine: Machine) -> list[Finding]:
     """What will and will not work, each with its reason."""
     if machine.torch_problem:
-        words = f"torch cannot be used here: {machine.torch_problem}. pip install 'hyper-parallel[torch]'"
+        words = f"torch cannot be used here: {machine.torch_problem}. pip install torch"
         return [Finding(what="PyTorch", works="no", because=words), *_of_settings(machine)]
     has_device = bool(machine.accelerators)
     found = [
@@ -262,6 +268,14 @@ def _of_settings(machine: Machine) -> list[Finding]:
         found.append(Finding(what="MindSpore", works="yes", because=words))
     if has_mindspore and "torch" in machine.packages and not machine.chosen_platform:
         words = "both frameworks are installed; say which with HYPER_PARALLEL_PLATFORM=torch or =mindspore"
+        found.append(Finding(what="choosing a framework", works="no", because=words))
+    chosen = machine.chosen_platform
+    if chosen and chosen not in _PLATFORMS:
+        known = " or ".join(_PLATFORMS)
+        words = f"{HYPER_PARALLEL_PLATFORM}={chosen} names no framework; set it to {known}, or unset it"
+        found.append(Finding(what="choosing a framework", works="no", because=words))
+    elif chosen and chosen not in machine.packages:
+        words = f"{HYPER_PARALLEL_PLATFORM}={chosen}, and {chosen} is not installed: pip install {chosen}"
         found.append(Finding(what="choosing a framework", works="no", because=words))
     if machine.settings_problem:
         found.append(Finding(what="settings in the environment", works="no", because=machine.settings_problem))

@@ -11,10 +11,12 @@ Example::
 from __future__ import annotations
 
 import argparse
+from typing import Final
 
 from hyper_parallel.cli.console import Console
 from hyper_parallel.cli.report import region_lines
 from hyper_parallel.config import show_bytes
+from hyper_parallel.fates import Fate
 from hyper_parallel.planner.plan import Plan
 from hyper_parallel.planner.profile import Profile
 from hyper_parallel.planner.totals import op_totals
@@ -22,7 +24,9 @@ from hyper_parallel.records.prediction import Prediction
 from hyper_parallel.records.record_files import as_json
 from hyper_parallel.records.run_record import RunRecord, StepRecord
 
-__all__ = ["add_arguments", "run", "show_plan"]
+__all__ = ["add_arguments", "run", "show_answer", "show_plan"]
+
+_FATE_WORDS: Final = {Fate.SAVE: "saved", Fate.SWAP: "swapped", Fate.RECOMPUTE: "made again"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,13 +97,41 @@ def _show_regions(plan: Plan, step: StepRecord | None, console: Console) -> None
         console.say(f"in the run, {step.name}: {line}")
 
 
-def show_plan(plan: Plan, console: Console, *, profile: Profile | None = None) -> None:
-    """The plan for a person: its cost, its parts, every decision with a reason."""
+_MEASURE: Final = (
+    "Every value is compared by one measure: what making it again costs, in ms for each GiB of its memory. The higher, the "
+    "sooner it is saved or swapped; the lower, the sooner it is made again. The planner tries whole combinations, and a value "
+    "that others need is made again with them, so single values can be out of this order."
+)
+
+
+def show_answer(plan: Plan, console: Console) -> None:
+    """The short answer: what it costs and gains, and what becomes of which blocks."""
     heads = ("", "peak", "step", "replayed", "waiting", "moved out")
     rows = [_row("left alone", plan.untouched), _row("planned", plan.predicted)]
     console.table(f"Budget {show_bytes(plan.budget_bytes)}", heads, rows)
-    console.say(plan.summary())
+    if plan.does_nothing:
+        console.say("the step fits: nothing is done")
+    for names, reason in plan.treatments():
+        console.say(f"{names}: {reason}")
+    for note in plan.notes:
+        console.say(note)
+
+
+def show_plan(plan: Plan, console: Console, *, profile: Profile | None = None) -> None:
+    """The plan for a person: its cost, its parts, every decision with a reason."""
+    show_answer(plan, console)
+    predicted = plan.predicted
+    parts = ", ".join(f"{name} {show_bytes(size)}" for name, size in predicted.peak_parts.items() if size)
+    console.say(f"the peak is at the {predicted.peak_where}, made of: {parts}")
+    for other in plan.what_if:
+        if other.peak_bytes is None or other.step_seconds is None:
+            console.say(f"with {show_bytes(other.budget_bytes)}: nothing fits")
+        else:
+            peak, step = show_bytes(other.peak_bytes), f"{other.step_seconds * 1e3:.1f} ms"
+            console.say(f"with {show_bytes(other.budget_bytes)}: peak {peak}, step {step}")
     if plan.recipes:
+        console.say()
+        console.say(_MEASURE)
         _show_decisions(plan, console)
     if profile is not None:
         _show_totals(profile, plan, console)
@@ -117,30 +149,31 @@ def _row(name: str, said: Prediction) -> list[str]:
 
 
 def _show_decisions(plan: Plan, console: Console) -> None:
-    rows = []
+    """A table for each region of each recipe, the values that cost most first."""
     for number, recipe in enumerate(plan.recipes):
         members = [block.name for block in plan.blocks if block.recipe == number]
+        names = f"{members[0]} and {len(members) - 1} more" if len(members) > 1 else members[0]
         for region in recipe.regions:
-            rows.append(
+            console.say()
+            where = f"{names}, {region.module or 'whole block'}"
+            if not region.is_replayed:
+                console.say(f"{where}: not replayed; whatever it saves for backward is swapped")
+                continue
+            title = f"{where}: input {_FATE_WORDS[region.input_fate]}"
+            ops = sorted(region.ops, key=lambda op: -op.price_ms_per_gib)
+            rows = [
                 [
-                    f"{members[0]} +{len(members) - 1}" if len(members) > 1 else members[0],
-                    region.module or "whole block",
-                    "input" if region.is_replayed else "all that it saves",
-                    region.input_fate.value,
-                    "" if region.is_replayed else "the block is not replayed",
+                    f"{op.module}::{op.name}#{op.occurrence}",
+                    _FATE_WORDS[op.fate],
+                    f"{op.price_ms_per_gib:,.0f}" if op.price_ms_per_gib else "?",
+                    show_bytes(op.nbytes) if op.nbytes else "?",
                 ]
-            )
-            for op in region.ops:
-                rows.append(
-                    [
-                        "",
-                        region.module or "whole block",
-                        f"{op.module}::{op.name}#{op.occurrence}",
-                        op.fate.value,
-                        op.reason,
-                    ]
-                )
-    console.table("Decisions", ("blocks", "region", "value", "fate", "because"), rows, words=(0, 1, 2, 3, 4))
+                for op in ops
+            ]
+            if rows:
+                console.table(title, ("value", "fate", "ms per GiB", "memory"), rows, words=(0, 1))
+            else:
+                console.say(f"{title}, everything else made again")
 
 
 def _show_totals(profile: Profile, plan: Plan, console: Console) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 
 from hyper_parallel.cli.console import Console
-from hyper_parallel.cli.explain import show_plan
+from hyper_parallel.cli.explain import show_answer
 from hyper_parallel.cli.factory import add_model_arguments, require_writable
 from hyper_parallel.cli.failures import UsageError
 from hyper_parallel.cli.profile import measured_profile
@@ -55,10 +55,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
         raise UsageError(str(error)) from None
     require_writable(args.output)
     profile = Profile.load(args.profile) if args.profile else measured_profile(args, console)
-    console.note("searching for a plan ...")
-    plan = plan_memory(profile, budget, effort=args.effort)
+    with console.waiting("searching for a plan"):
+        plan = plan_memory(profile, budget, effort=args.effort)
     plan.save(args.output)
     console.data({"plan": args.output, "predicted": as_json(plan.predicted), "untouched": as_json(plan.untouched)})
-    show_plan(plan, console, profile=profile)
-    console.say(f"written to {args.output}; in training: hp.apply_plan(model, hp.Plan.load({args.output!r}))")
+    show_answer(plan, console)
+    console.say(f"written to {args.output}; why: hyper-parallel explain {args.output}")
+    console.say(f"in training: hp.apply_plan(model, hp.Plan.load({args.output!r}))")
     return 0

@@ -10,9 +10,11 @@ Example::
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from hyper_parallel.cli.console import Console
 from hyper_parallel.cli.factory import add_model_arguments, built_model, require_writable, simulated_where_asked
+from hyper_parallel.cli.failures import CommandError
 from hyper_parallel.config import show_bytes
 from hyper_parallel.planner.fit import profile_memory
 from hyper_parallel.planner.profile import Profile
@@ -32,9 +34,22 @@ def measured_profile(args: argparse.Namespace, console: Console) -> Profile:
     with console.progress("profile", 2) as advance:
         advance(f"building {args.factory}")
         model, step = built_model(args.factory)
+        if not args.simulate:
+            _require_device(model)
         advance("running trial steps")
         with simulated_where_asked(args.simulate):
             return profile_memory(model, step, blocks=args.blocks, steps=args.steps)
+
+
+def _require_device(model: Any) -> None:
+    """Name the option that a model on the CPU needs before anything is run."""
+    parameters = getattr(model, "parameters", None)
+    devices = {one.device.type for one in parameters()} if callable(parameters) else set()
+    if devices == {"cpu"}:
+        raise CommandError(
+            "the model is on the CPU, where there is no device memory to plan; add --simulate to count its bytes on the "
+            "simulated accelerator, or have the factory move it to an accelerator"
+        )
 
 
 def run(args: argparse.Namespace, console: Console) -> int:

@@ -1,7 +1,7 @@
 """Draw a recorded run: one HTML file, and if asked a figure (SVG, PNG) and a Chrome trace.
 
 Run records are written by `demo` and `bench`. The page needs no network; print it for paper. A PNG needs
-`pip install 'hyper-parallel[png]'`.
+`pip install resvg_py`.
 
 Example::
 
@@ -13,13 +13,16 @@ from __future__ import annotations
 import argparse
 
 from hyper_parallel.cli.console import Console
+from hyper_parallel.cli.failures import CommandError
 from hyper_parallel.config import show_bytes
+from hyper_parallel.errors import MissingPackageError
 from hyper_parallel.fates import Fate
 from hyper_parallel.records.run_record import RunRecord, StepRecord, shown_names
 from hyper_parallel.report.bitmap import write_bitmap
 from hyper_parallel.report.figure import write_figure
 from hyper_parallel.report.page import write_page
 from hyper_parallel.report.trace import write_run_trace
+from hyper_parallel.report.words import show_peak_change, show_time, show_time_change
 
 __all__ = ["add_arguments", "region_lines", "run", "show_run"]
 
@@ -38,19 +41,25 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """The command."""
     record = RunRecord.load(args.record)
     written = [args.output]
+    missing: MissingPackageError | None = None
     write_page(args.output, record)
     if args.svg is not None:
         write_figure(args.svg, record, timeline_of=args.timeline_of)
         written.append(args.svg)
-    if args.png is not None:
-        write_bitmap(args.png, record, timeline_of=args.timeline_of)
-        written.append(args.png)
     if args.trace is not None:
         write_run_trace(args.trace, record)
         written.append(args.trace)
+    if args.png is not None:
+        try:
+            write_bitmap(args.png, record, timeline_of=args.timeline_of)
+            written.append(args.png)
+        except MissingPackageError as error:
+            missing = error
     console.data({"written": written})
     show_run(record, console)
     console.say(f"written: {', '.join(written)}")
+    if missing is not None:
+        raise CommandError(f"{args.png} was not written: {missing}")
     return 0
 
 
@@ -64,14 +73,14 @@ def show_run(record: RunRecord, console: Console) -> None:
             [
                 step.name,
                 show_bytes(step.peak_bytes),
-                f"{step.peak_bytes / first.peak_bytes - 1:+.0%}" if first.peak_bytes else "",
-                f"{step.step_seconds:.2f} s" if step.step_seconds >= 1 else f"{step.step_seconds * 1e3:.1f} ms",
-                show_bytes(step.out_bytes) if step.out_bytes else "-",
-                show_bytes(step.back_bytes) if step.back_bytes else "-",
+                "" if step is first else show_peak_change(step, first),
+                show_time(step),
+                "" if step is first else show_time_change(step, first),
+                f"{show_bytes(step.out_bytes)} / {show_bytes(step.back_bytes)}" if step.out_bytes else "-",
                 "not compared" if are_equal is None else "bitwise equal" if are_equal else "DIFFERENT",
             ]
         )
-    heads = ("way", "peak", "change", "step", "moved out", "moved back", "gradients")
+    heads = ("way", "peak", "", "step", "", "moved out / back", "gradients")
     console.table(f"{record.title} ({record.versions.device}, {record.memory_kind})", heads, rows)
     for step in record.steps:
         # A value that stayed and could have left has a reason; one that a policy saved has none.

@@ -21,6 +21,8 @@ class InTrainer:
     """A treatment in the hands of a trainer's callback: ``begin``, then ``before_step`` each time, then ``end``."""
 
     def __init__(self, treatment: Treatment) -> None:
+        if treatment.budget is not None:
+            require_device(f"budget={treatment.budget!r}")
         self._treatment = treatment
         self._treated: Treated | None = None
         self._wants_fit = False
@@ -48,6 +50,21 @@ class InTrainer:
         treated, self._treated = self._treated, None
         if treated is not None:
             treated.remove()
+
+
+def require_device(what: str) -> None:
+    """Refuse a budget where there is no device memory, before a training has begun.
+
+    Raises:
+        PlanError: the machine has no accelerator, and no simulated one is in use.
+    """
+    from hyper_parallel.backends.torch.planner.meters import has_device_memory
+
+    if not has_device_memory():
+        raise PlanError(
+            f"{what}: a budget is of device memory, and this machine has no accelerator. Choose a preset, such as "
+            "callback('boundary'), or try the budget inside hyper_parallel.testing.simulated_accelerator()."
+        )
 
 
 def loss_of(output: Any, who: str) -> Any:

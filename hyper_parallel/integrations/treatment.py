@@ -104,6 +104,10 @@ class Treated:
         """What it did since it was applied, for each model."""
         return tuple(handle.stats() for handle in self._handles)
 
+    def summary(self) -> str:
+        """A line for each model: by how much memory fell, and what that cost."""
+        return "\n".join(handle.summary() for handle in self._handles)
+
     def remove(self) -> None:
         """Put the models back as they were; nothing happens the second time."""
         while self._handles:

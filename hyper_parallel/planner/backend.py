@@ -34,6 +34,9 @@ class Applied(Protocol):
     def stats(self) -> Mapping[str, Any]:
         """What it did since it was applied."""
 
+    def summary(self) -> str:
+        """One line: by how much memory falls, and what that costs."""
+
 
 class PlannerBackend(Protocol):
     """The framework's part of planning."""

@@ -34,6 +34,8 @@ class OpDecision:
     occurrence: int  # how many of this name and overload came before it *in the region*
     fate: Fate
     reason: str
+    price_ms_per_gib: float = 0.0  # of making it again; 0 in plans of versions that did not write it
+    nbytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,6 +177,19 @@ class Plan:
         if not isinstance(other, Plan):
             raise TypeError(f"Plan.diff: expected a Plan, got {type(other).__name__}; read one with Plan.load(path)")
         return tuple(_differences(self, other))
+
+    def treatments(self) -> tuple[tuple[str, str], ...]:
+        """What becomes of which blocks: (names, reason), blocks of one treatment together."""
+        groups: dict[int | None, list[BlockPlan]] = {}
+        for block in self.blocks:
+            groups.setdefault(block.recipe, []).append(block)
+        return tuple(
+            (
+                _shown_names([block.name for block in members]),
+                f"left alone; {members[0].reason}" if recipe is None else members[0].reason,
+            )
+            for recipe, members in groups.items()
+        )
 
     def summary(self) -> str:
         """The plan for a person, a screen of text."""

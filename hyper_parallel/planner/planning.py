@@ -269,17 +269,18 @@ def _decisions(
                     module=op.module,
                     occurrence=op.occurrence - before[op.name, op.overload],
                     fate=fates[at],
-                    reason=_reason(op, fates[at]),
+                    reason=_reason(op),
+                    price_ms_per_gib=_price_ms(op),
+                    nbytes=op.output_bytes,
                 )
             )
     return tuple(found)
 
 
-def _reason(op: OpProfile, fate: Fate) -> str:
-    price = f"{op.seconds * 1e3:.3f} ms to make again, {show_bytes(op.output_bytes)}"
-    gib_price = op.seconds * 1e3 / (op.output_bytes / 2**30)
-    if fate is Fate.RECOMPUTE:
-        return f"{price}: {gib_price:.2f} ms for a GiB is cheaper than keeping it here"
-    if fate is Fate.SWAP:
-        return f"{price}: it leaves while forward runs and is back before its replay"
-    return f"{price}: {gib_price:.2f} ms for a GiB is worth its memory here"
+def _reason(op: OpProfile) -> str:
+    """The one measure by which values are compared; the same sentence for every fate."""
+    return f"making it again costs {_price_ms(op):,.0f} ms per GiB ({op.seconds * 1e3:.3f} ms, {show_bytes(op.output_bytes)})"
+
+
+def _price_ms(op: OpProfile) -> float:
+    return op.seconds * 1e3 / (op.output_bytes / 2**30)

@@ -115,7 +115,7 @@ def get_platform() -> Platform:
         return get_torch_platform()
     raise ImportError(
         "get_platform: cannot choose a platform; because neither mindspore nor torch can be imported; "
-        "install one: pip install 'hyper-parallel[torch]' or pip install 'hyper-parallel[mindspore]'"
+        "install one: pip install torch, or pip install mindspore"
     )
 
 
@@ -140,7 +140,21 @@ def _platform_named(name: str) -> Platform:
             f"get_platform: cannot choose {name!r}, which {HYPER_PARALLEL_PLATFORM} names; because it is no platform; "
             f"set it to one of {', '.join(creators)}, or unset it"
         )
+    _require_importable(name.lower())
     return create()
+
+
+def _require_importable(framework: str) -> None:
+    """A framework that was asked for by name and is not installed is named, with the command that installs it."""
+    try:
+        importlib.import_module(framework)
+    except ModuleNotFoundError as error:
+        if error.name != framework:
+            raise
+        raise ImportError(
+            f"get_platform: cannot choose {framework!r}, which {HYPER_PARALLEL_PLATFORM} names; because it is not installed "
+            f"here; install it: pip install {framework}; or unset the variable"
+        ) from None
 
 
 def _create(module: str, class_name: str) -> Platform:

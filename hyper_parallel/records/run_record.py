@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import statistics
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -120,7 +121,8 @@ class StepRecord:
     peak_bytes: int
     peak_where: str = ""
     peak_parts: dict[str, int] = dataclasses.field(default_factory=dict)
-    step_seconds: float
+    step_seconds: float  # the median of ``seconds``, where there are some
+    seconds: tuple[float, ...] = ()  # every timed step; empty in files of versions that kept the median only
     out_bytes: int = 0  # to far memory, per step
     back_bytes: int = 0
     exposed_seconds: float = 0.0  # compute waiting for copies, per step
@@ -138,6 +140,7 @@ class StepRecord:
         require(bool(self.name), "StepRecord.name: is empty")
         require(self.peak_bytes >= 0, f"StepRecord {self.name}: a peak of {self.peak_bytes} bytes is negative")
         require(self.step_seconds >= 0, f"StepRecord {self.name}: {self.step_seconds} s is negative")
+        require(min(self.seconds, default=0.0) >= 0, f"StepRecord {self.name}.seconds: has a negative value")
         require(
             len(self.spans) <= MOST_POINTS, f"StepRecord {self.name}: {len(self.spans)} spans; {MOST_POINTS} at most"
         )
@@ -151,6 +154,52 @@ class StepRecord:
     def model_peak_bytes(self) -> int:
         """The peak without what the process holds anyway: what a prediction is about."""
         return max(0, self.peak_bytes - self.process_bytes)
+
+    @property
+    def spread_seconds(self) -> float:
+        """Half of what lies between the fastest and the slowest timed step; 0 where one was timed."""
+        return (max(self.seconds) - min(self.seconds)) / 2 if self.seconds else 0.0
+
+    def time_change(self, other: StepRecord) -> float | None:
+        """By which share this step takes longer than ``other``; None where the spreads overlap, so that nobody can tell."""
+        if not other.step_seconds or not self.step_seconds:
+            return None
+        mine, theirs = self.seconds or (self.step_seconds,), other.seconds or (other.step_seconds,)
+        if (len(mine) > 1 or len(theirs) > 1) and min(mine) <= max(theirs) and min(theirs) <= max(mine):
+            return None
+        return self.step_seconds / other.step_seconds - 1
+
+    def timed(self, seconds: Sequence[float]) -> StepRecord:
+        """The same with other timed steps. Curve and spans are stretched: they then end when the median step ends.
+
+        The observed step is slower than one that nobody observes. Drawn as it was, it would contradict the table.
+        """
+        median = statistics.median(seconds)
+        last_us = max([*self.memory.times_us[-1:], *(span.end_us for span in self.spans)], default=0.0)
+        scale = median * 1e6 / last_us if last_us else 1.0
+        return dataclasses.replace(
+            self,
+            step_seconds=median,
+            seconds=tuple(seconds),
+            exposed_seconds=min(self.exposed_seconds * min(1.0, scale), median),
+            memory=dataclasses.replace(self.memory, times_us=tuple(at * scale for at in self.memory.times_us)),
+            spans=tuple(
+                dataclasses.replace(span, start_us=span.start_us * scale, end_us=span.end_us * scale)
+                for span in self.spans
+            ),
+        )
+
+    def without_process(self) -> StepRecord:
+        """The same, with what the process holds without the model taken off peak and curve."""
+        nbytes = self.process_bytes
+        return dataclasses.replace(
+            self,
+            peak_bytes=self.model_peak_bytes,
+            peak_parts={name: size for name, size in self.peak_parts.items() if name != PROCESS_PART},
+            memory=dataclasses.replace(
+                self.memory, nbytes=tuple(max(0, value - nbytes) for value in self.memory.nbytes)
+            ),
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON."""

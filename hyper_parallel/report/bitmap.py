@@ -34,7 +34,7 @@ def _drawing() -> Any:  # resvg_py.svg_to_bytes
     except ModuleNotFoundError as error:
         raise MissingPackageError(
             "figure: cannot draw a PNG without the package 'resvg_py', because it is not installed here. Install it: "
-            "pip install 'hyper-parallel[png]'; or take the SVG, which needs nothing"
+            "pip install resvg_py; or take the SVG, which needs nothing"
         ) from error
     if draw(svg_string=_PROBE % '<text y="16">H</text>') == draw(svg_string=_PROBE % ""):
         raise MissingPackageError(

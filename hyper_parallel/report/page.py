@@ -18,6 +18,7 @@ from typing import Any, Final
 from hyper_parallel.config import show_bytes
 from hyper_parallel.fates import Fate
 from hyper_parallel.records.run_record import FateTotal, OpTotal, RunRecord, StepRecord, shown_names
+from hyper_parallel.report.words import show_peak_change, show_seconds, show_time, show_time_change
 
 __all__ = ["render_page", "write_page"]
 
@@ -114,43 +115,43 @@ def _op(op: OpTotal) -> dict[str, Any]:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, words: Sequence[int] = (), kind: str = "") -> str:
-    """Cells are markup already; a column of ``words`` is read from the left."""
+    """Cells are markup already; a column of ``words`` is read from the left. On a phone a cell shows the head of its column."""
 
     def cell(tag: str, at: int, value: str) -> str:
-        return f"<{tag}{' class=words' if at in words else ''}>{value}</{tag}>"
+        head = f' data-head="{_text(heads[at])}"' if tag == "td" and heads else ""
+        return f"<{tag}{' class=words' if at in words else ''}{head}>{value}</{tag}>"
 
     head = "".join(cell("th", at, _text(name)) for at, name in enumerate(heads))
     body = "".join("<tr>" + "".join(cell("td", at, value) for at, value in enumerate(row)) + "</tr>" for row in rows)
     return f'<table class="{kind}">{f"<thead><tr>{head}</tr></thead>" if heads else ""}<tbody>{body}</tbody></table>'
 
 
-def _seconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
 def _comparison(run: RunRecord) -> str:
     first = run.steps[0]
     rows = []
     for step in run.steps:
-        change = f"{step.peak_bytes / first.peak_bytes - 1:+.0%}" if step is not first and first.peak_bytes else ""
-        slower = (
-            f"{step.step_seconds / first.step_seconds - 1:+.0%}" if step is not first and first.step_seconds else ""
-        )
+        change = "" if step is first else show_peak_change(step, first)
+        slower = "" if step is first else show_time_change(step, first)
         what = f"<br><code>{_text(step.what)}</code>" if step.what else ""
         rows.append(
             [
                 f"<strong>{_text(step.name)}</strong>{what}",
                 show_bytes(step.peak_bytes),
                 change,
-                _seconds(step.step_seconds),
+                show_time(step),
                 slower,
                 f"{show_bytes(step.out_bytes)} / {show_bytes(step.back_bytes)}" if step.out_bytes else "–",
-                _seconds(step.exposed_seconds) if step.out_bytes else "–",
+                show_seconds(step.exposed_seconds) if step.out_bytes else "–",
                 _gradients(run, step),
             ]
         )
-    heads = ("way", "peak", "", "step", "", "moved out / back", "waited for copies", "gradients")
-    return _table(heads, rows)
+    heads = ("way", "peak", "peak ±", "step", "step ±", "moved out / back", "waited for copies", "gradients")
+    has_spread = any(step.spread_seconds for step in run.steps)
+    note = (
+        "Times are medians of steps that the ways ran in turns, with half the range. "
+        "“same”: the ranges overlap, so no difference was measured."
+    )
+    return _table(heads, rows) + (f'<p class="soft small">{note}</p>' if has_spread else "")
 
 
 def _gradients(run: RunRecord, step: StepRecord) -> str:
@@ -232,9 +233,9 @@ def _predicted(run: RunRecord) -> str:
             continue
         compared: tuple[tuple[str, Callable[[Any], str], float, float], ...] = (
             ("peak", show_bytes, prediction.peak_bytes, step.model_peak_bytes),
-            ("step", _seconds, prediction.step_seconds, step.step_seconds),
+            ("step", show_seconds, prediction.step_seconds, step.step_seconds),
             ("moved out", show_bytes, prediction.swapped_out_bytes, step.out_bytes),
-            ("waited for copies", _seconds, prediction.exposed_seconds, step.exposed_seconds),
+            ("waited for copies", show_seconds, prediction.exposed_seconds, step.exposed_seconds),
         )
         for what, shown, predicted, measured in compared:
             rows.append([_text(step.name), what, shown(predicted), shown(measured), _off(predicted, measured)])

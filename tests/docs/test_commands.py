@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hyper_parallel.cli.main import build_parser, main
+from hyper_parallel.cli.command_line import build_parser, main
 from scripts import docs_commands
 
 from .blocks import PAGES, ROOT, blocks_of

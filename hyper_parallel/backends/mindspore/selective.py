@@ -265,7 +265,7 @@ def create_selective_checkpoint_contexts(
     With ``allow_cache_entry_mutation`` a saved value that was changed in place is used as it is. ``state`` is told of each
     tensor that an op of forward is about to write, and of each op of the replay that reads what was changed since then.
     """
-    policy = as_op_policy(policy_fn_or_list, where=where)
+    policy = as_op_policy(policy_fn_or_list, where=where, check_names=TENSORS.check_op_names)
     position = Position(TENSORS.next_sequence()) if position is None else position
     region = MindSporeRegion(
         policy,

@@ -21,6 +21,7 @@ from mindspore import Parameter, ParameterTuple, nn
 
 from hyper_parallel.backends.mindspore.checkpointing import checkpoint, swap
 from hyper_parallel.backends.mindspore.saved_tensors import TensorPolicy
+from hyper_parallel.backends.mindspore.tensor_adapter import TENSORS
 from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint import wrapper
 from hyper_parallel.platform.mindspore import compat
@@ -69,6 +70,7 @@ class ActivationWrapper(wrapper.ModuleWrapper, nn.Cell, is_base=True):  # type: 
             "training",
         ),
         registered=(Parameter, ParameterTuple, nn.Cell, compat.Buffer),
+        tensors=TENSORS,
     )
 
     def __init__(self, module: Any) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from hyper_parallel.backends.torch.graph import is_in_backward
+from hyper_parallel.backends.torch.region_bytes import counted
 from hyper_parallel.backends.torch.region_state import RegionState
 from hyper_parallel.backends.torch.saved_tensors import AsyncSaveOnCpu, unpack
 from hyper_parallel.backends.torch.selective import create_selective_checkpoint_contexts
@@ -87,7 +88,8 @@ class TorchCalls(Calls):
             observed if call.policy is None else SwappedOutputs(call.where, call.swap_config, call.position, observed)
         )
         region = region_for(call.function)
-        return functools.partial(region.run, call.where, call.function, call.args, call.kwargs, call.policy, swaps)
+        function = counted(call.function)
+        return functools.partial(region.run, call.where, function, call.args, call.kwargs, call.policy, swaps)
 
     def run_replayable(self, call: CheckpointCall) -> Any:
         """See the base class. Without gradients nothing is replayed.
@@ -101,7 +103,7 @@ class TorchCalls(Calls):
         region = call.region
         call.watched.extend(weakref.ref(value) for value in region.args if isinstance(value, torch.Tensor))
         return framework_checkpoint(
-            region.function, *region.take_args(), early_stop=call.early_stop, **options, **region.kwargs
+            counted(region.function), *region.take_args(), early_stop=call.early_stop, **options, **region.kwargs
         )
 
     def policy_pairs(self, call: CheckpointCall, state: RegionState | None) -> list[Any]:

@@ -38,7 +38,17 @@ from hyper_parallel.planner.totals import op_totals
 from hyper_parallel.records.run_record import PROCESS_PART, StepRecord
 from hyper_parallel.simulation.accelerator import simulated_accelerator
 
-__all__ = ["DEMO_WAYS", "SIZES", "DemoSize", "LanguageModel", "fitting_size", "has_accelerator", "plan_demo", "train"]
+__all__ = [
+    "DEMO_WAYS",
+    "SIZES",
+    "DemoSize",
+    "LanguageModel",
+    "fitting_size",
+    "has_accelerator",
+    "plan_demo",
+    "time_in_turns",
+    "train",
+]
 
 DEMO_WAYS: Final = ("none", "recompute", "swap", "auto")
 _EFFORT: Final = 0.3  # of the search; a few seconds on two cores
@@ -154,9 +164,9 @@ def _configure(size: DemoSize, disk_path: str) -> None:
         configure(**size.small_settings())  # the defaults keep all of a small step where it is
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class DemoPlan:
-    """What planning the demo gave."""
+    """What planning the demo gave. On an accelerator ``train`` puts the plan here that was fitted and measured."""
 
     profile: Profile
     plan: Plan
@@ -228,7 +238,7 @@ def train(way: str, size: DemoSize, *, disk_path: str, steps: int, planned: Demo
         fitted = fit_memory(
             model, step, planned.plan.budget_bytes, profile=planned.profile, plan=planned.plan, attempts=3, steps=2
         )
-        plan = fitted.plan
+        plan = planned.plan = fitted.plan
         fitted.remove()
     ledger = _Ledger(model)
     with in_one_way(model, blocks, way, plan):
@@ -240,6 +250,20 @@ def train(way: str, size: DemoSize, *, disk_path: str, steps: int, planned: Demo
     return dataclasses.replace(
         record, ops=op_totals(planned.profile, plan), predicted=plan.predicted, notes=(*record.notes, *plan.notes)
     )
+
+
+def time_in_turns(size: DemoSize, *, disk_path: str, rounds: int, plan: Plan) -> dict[str, list[float]]:
+    """Seconds of a step in every way, in this process. Each way runs once in every round: a slow minute slows them all."""
+    _configure(size, disk_path)
+    model, step = _built(size)
+    blocks = find_observed_blocks(model)
+    observer = StepObserver(model, step, blocks)
+    seconds: dict[str, list[float]] = {way: [] for way in DEMO_WAYS}
+    for _ in range(rounds):
+        for way in DEMO_WAYS:
+            with in_one_way(model, blocks, way, plan if way == "auto" else None):
+                seconds[way].append(observer.time_one())
+    return seconds
 
 
 def settings_in_words(size: DemoSize, disk_path: str) -> dict[str, str]:

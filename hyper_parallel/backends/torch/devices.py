@@ -13,12 +13,14 @@ from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.adapter import DeviceBackend, FlatBytes, Stream
 from hyper_parallel.core.activation_checkpoint.devices import HostDevice, StreamDevice, find_backend, host_refused
 from hyper_parallel.core.activation_checkpoint.far.disk_file import aligned_memory
+from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import CaptureError
 
 __all__ = [
     "AcceleratorBackend",
     "HostBackend",
     "backend_for",
+    "device_peak_bytes",
     "hide_from_modes",
     "host_view",
     "profiler_range",
@@ -28,6 +30,17 @@ __all__ = [
 _TRIM_EVERY_BYTES: Final = 32 * 2**20
 _MAP_FROM_BYTES: Final = 2**20
 _TENSOR_RESIDUE_BYTES: Final = 64  # where torch's own tensors begin in a page, if the C allocator mapped them
+
+
+def device_peak_bytes() -> int | None:
+    """The most bytes that the current accelerator, or the simulated one, has held; None without one."""
+    for (framework, _), backend in SwapManager().backends.items():
+        simulation = getattr(backend, "simulation", None)
+        if framework == "torch simulated" and simulation is not None:
+            return int(simulation.peak_bytes)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return int(torch.cuda.max_memory_allocated())
+    return None
 
 
 def hide_from_modes() -> contextlib.AbstractContextManager[None]:

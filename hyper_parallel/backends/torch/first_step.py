@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from hyper_parallel.core.activation_checkpoint.step_memory import MemoryChange
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 
-__all__ = ["set_predicted_peak"]
+__all__ = ["set_predicted"]
 
 
-def set_predicted_peak(predicted_peak_bytes: int | None) -> None:
-    """Let the line name the peak that a plan predicts."""
+def set_predicted(predicted: MemoryChange | None) -> None:
+    """Let the line name what a plan predicts."""
     if not torch.compiler.is_compiling():
-        SwapManager().first_step.predicted_peak_bytes = predicted_peak_bytes
+        SwapManager().first_step.predicted = predicted

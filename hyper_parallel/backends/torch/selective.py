@@ -195,7 +195,7 @@ def create_selective_checkpoint_contexts(
 
     With ``allow_cache_entry_mutation`` a saved value that was changed in place is used as it is.
     """
-    policy = as_op_policy(policy_fn_or_list, where=where)
+    policy = as_op_policy(policy_fn_or_list, where=where, check_names=TENSORS.check_op_names)
     position = Position(TENSORS.next_sequence()) if position is None else position
     packer = TorchPacker(config=swap_config, where=where, position=position)
     region = Region(policy, packer, allows_mutation=allow_cache_entry_mutation)

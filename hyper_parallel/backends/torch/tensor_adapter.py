@@ -9,7 +9,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.backends.torch import graph, storages
-from hyper_parallel.backends.torch.devices import backend_for, refuse_capture
+from hyper_parallel.backends.torch.devices import backend_for, device_peak_bytes, refuse_capture
+from hyper_parallel.backends.torch.op_registry import check_op_names
 from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.adapter import DeviceBackend, FlatBytes, TensorAdapter, View
 from hyper_parallel.core.activation_checkpoint.packed import Scope, raise_changed
@@ -170,6 +171,14 @@ class TorchTensorAdapter(TensorAdapter):
         """See the base class."""
         is_module = isinstance(value, torch.nn.Module)
         return type(getattr(value, "wrapped_module", value)).__name__ if is_module else None
+
+    def device_peak_bytes(self) -> int | None:
+        """See the base class."""
+        return device_peak_bytes()
+
+    def check_op_names(self, names: list[str], where: str) -> None:
+        """See the base class."""
+        check_op_names(names, where)
 
     def forward_pre_hooks(self, layer: torch.nn.Module) -> Iterable[Any]:
         """See the base class."""

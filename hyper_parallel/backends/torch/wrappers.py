@@ -16,6 +16,7 @@ from torch import nn
 
 from hyper_parallel.backends.torch.checkpointing import checkpoint, swap
 from hyper_parallel.backends.torch.saved_tensors import TensorPolicy
+from hyper_parallel.backends.torch.tensor_adapter import TENSORS
 from hyper_parallel.backends.torch.tracing import is_exporting, node_of_trace, refuse_script
 from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint import wrapper
@@ -54,6 +55,7 @@ class ActivationWrapper(wrapper.ModuleWrapper, nn.Module, is_base=True):
         ),
         looked_up=("training",),
         registered=(nn.Parameter, nn.Module, nn.Buffer),
+        tensors=TENSORS,
     )
 
     def __init__(self, module: nn.Module | Callable[..., Any]) -> None:

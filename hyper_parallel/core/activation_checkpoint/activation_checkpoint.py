@@ -56,6 +56,7 @@ def checkpoint(
     Returns:
         What ``function`` returned. Gradients are bitwise those of the framework's own checkpoint.
     """
+    _check("checkpoint", function, swap_config, kwargs)
     return _backend().checkpoint(
         function,
         *args,
@@ -90,6 +91,7 @@ def swap(
     ``policy_fn(tensor)`` chooses per tensor: MUST_SAVE, PREFER_SAVE or ActivationPolicy.SAVE keep it on the device;
     MUST_SWAP, ActivationPolicy.SWAP or None swap it.
     """
+    _check("swap", function, swap_config, kwargs)
     return _backend().swap(function, *args, policy_fn=policy_fn, swap_config=swap_config, **kwargs)
 
 
@@ -105,6 +107,14 @@ def swap_tensor_wrapper(tree: Any, tag: str | None = None) -> Any:
     Returns the same tree. ``tag`` names them in the statistics. Outside grad mode nothing happens.
     """
     return _backend().swap_tensor_wrapper(tree, tag)
+
+
+def _check(who: str, function: Any, swap_config: Any, kwargs: dict[str, Any]) -> None:
+    """Refuse a mistyped setting before it is taken for a keyword of the function."""
+    from hyper_parallel.core.activation_checkpoint.setting_checks import check_call_keywords, check_swap_config
+
+    check_swap_config(who, swap_config)
+    check_call_keywords(who, function, kwargs)
 
 
 def _backend() -> Any:  # the module hyper_parallel.backends.<framework>

@@ -378,6 +378,13 @@ class TensorAdapter(abc.ABC):
     def module_label(self, value: Any) -> str | None:
         """The class name of a module, seen through a wrapper of ours; None for any other callable."""
 
+    def device_peak_bytes(self) -> int | None:
+        """The most bytes that the current device has held in this process; None where it does not count them."""
+        return None
+
+    def check_op_names(self, names: list[str], where: str) -> None:  # noqa: B027
+        """Refuse names that no op has (PolicyError, with near misses). Accepts all where a framework cannot list its ops."""
+
     @abc.abstractmethod
     def forward_pre_hooks(self, layer: Any) -> Iterable[Any]:
         """The hooks that run before a module's forward."""

@@ -26,8 +26,8 @@ from hyper_parallel.core.activation_checkpoint.flat_inputs import RegionCall
 from hyper_parallel.core.activation_checkpoint.policy import TensorPolicy, as_op_policy
 from hyper_parallel.core.activation_checkpoint.record import Position
 from hyper_parallel.core.activation_checkpoint.region_state import RegionStateBase
+from hyper_parallel.core.activation_checkpoint.setting_checks import check_tensor_policy, label_of
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
-from hyper_parallel.errors import PolicyError
 
 __all__ = [
     "Calls",
@@ -166,7 +166,9 @@ class Calls(abc.ABC):
         if policy_fn is not None or swap_inputs:
             self.tensors.refuse_capture(where)
         position = Position(self.tensors.next_sequence())
-        policy = None if policy_fn is None else as_op_policy(policy_fn, where=where)
+        policy = (
+            None if policy_fn is None else as_op_policy(policy_fn, where=where, check_names=self.tensors.check_op_names)
+        )
         run = self.recorded(
             RecordedCall(
                 where=where,
@@ -196,6 +198,7 @@ class Calls(abc.ABC):
             )
             run = functools.partial(self.run_replayable, call)
             del prepared
+        input_bytes = self._first_input_bytes(args, kwargs) if swap_inputs else 0
         del args, kwargs  # what runs the region holds its arguments
         if not swap_inputs:
             return watch_first_step(run(), self.tensors, is_recomputed=True)
@@ -203,7 +206,7 @@ class Calls(abc.ABC):
             output = run()
         position.sequence = self.tensors.next_sequence()
         SwapManager().trim_windows()
-        return watch_first_step(output, self.tensors, is_recomputed=True)
+        return watch_first_step(output, self.tensors, is_recomputed=True, swapped_inputs=input_bytes)
 
     def swap(
         self,
@@ -215,18 +218,22 @@ class Calls(abc.ABC):
     ) -> Any:
         """See ``hyper_parallel.swap``."""
         where = self._where("swap", function)
-        if policy_fn is not None and not callable(policy_fn):
-            raise PolicyError(f"{where}: the tensor policy must be a function of one tensor, got {policy_fn!r}")
+        check_tensor_policy(where, policy_fn)
         with self.hooks(policy_fn, swap_config=swap_config, where=where, **self.packer_options(function)):
             output = function(*args, **kwargs)
         return watch_first_step(output, self.tensors, is_recomputed=False)
 
     # ------------------------------------------------------------------ shared parts
 
+    def _first_input_bytes(self, args: Any, kwargs: dict[str, Any]) -> int:
+        """The bytes of a region's inputs, for the line about the first step; 0 once that is over."""
+        if SwapManager().first_step.is_over:
+            return 0
+        return self.tensors.bytes_of((args, tuple(kwargs.values())))
+
     def label_of(self, function: Any) -> str:
         """The function or module as errors name it."""
-        label = self.tensors.module_label(getattr(function, "__self__", function))
-        return str(getattr(function, "__qualname__", type(function).__name__)) if label is None else label
+        return label_of(function, self.tensors)
 
     def _where(self, name: str, function: Any) -> str:
         if not callable(function):

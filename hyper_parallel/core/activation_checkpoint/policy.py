@@ -118,8 +118,17 @@ class ByOpName(PolicyTable):
         return hash((frozenset(self.table.items()), self.otherwise))
 
 
-def as_op_policy(given: Any, *, where: str) -> OpPolicy | PolicyTable:
-    """A callable, or a list of ops and op names to save, as one policy; anything else is an error."""
+def _accept_names(names: list[str], where: str) -> None:
+    """Accepts every name: for frameworks that cannot list their ops."""
+
+
+def as_op_policy(
+    given: Any, *, where: str, check_names: Callable[[list[str], str], None] = _accept_names
+) -> OpPolicy | PolicyTable:
+    """A callable, or a list of ops and op names to save, as one policy; anything else is an error.
+
+    ``check_names(names, where)`` refuses names of a list that no op has.
+    """
     if isinstance(given, str | bytes) or given is None:
         raise PolicyError(
             f"{where}: a policy is a function (ctx, op, *args, **kwargs) or a list of ops or op names, got {given!r}"
@@ -127,6 +136,8 @@ def as_op_policy(given: Any, *, where: str) -> OpPolicy | PolicyTable:
     if isinstance(given, PolicyTable):
         return given
     if isinstance(given, Iterable) and not isinstance(given, Mapping):
+        given = list(given)
+        check_names([item for item in given if isinstance(item, str)], where)
         return ByOpName({_listed_name(item, where): CheckpointPolicy.MUST_SAVE for item in given})
     if callable(given):
         return given  # type: ignore[no-any-return]

@@ -1,4 +1,7 @@
-"""One line at the end of the first step: what was swapped, made again and saved, and why the rest stayed.
+"""One line at the end of the first step: by how much memory fell, what was swapped, made again and saved, and what stayed.
+
+The peak is measured where the device counts its bytes. What it would have been without the library is the prediction of
+the plan that was applied; without a plan it is estimated (see ``step_memory.py``).
 
 It answers "I enabled it and nothing changed" before the question comes. The line goes to the logger
 ``hyper_parallel.summary`` at level INFO. Where logging was not set up it is written to standard error, as Python does
@@ -17,8 +20,9 @@ from typing import Final
 
 from hyper_parallel.config import show_bytes
 from hyper_parallel.core.activation_checkpoint.statistics import INSIDE_REPLAYED_REGION, SwapStats
+from hyper_parallel.core.activation_checkpoint.step_memory import MemoryChange, StepMemory
 
-__all__ = ["LOGGER", "FirstStep", "is_wanted"]
+__all__ = ["LOGGER", "FirstStep", "is_wanted", "write"]
 
 LOGGER: Final = logging.getLogger("hyper_parallel.summary")
 _OFF: Final = ("0", "false", "no", "off")
@@ -29,13 +33,17 @@ class FirstStep:
     """What the line needs beside the counters, and whether it was written."""
 
     is_over: bool = False
+    is_trial: bool = False  # trial steps run now, and none of them is the user's first step
     recomputed_regions: int = 0
-    predicted_peak_bytes: int | None = None
+    predicted: MemoryChange | None = None  # by the plan that was applied
     before: SwapStats | None = None  # what trial steps had counted when they ended
+    memory: StepMemory = dataclasses.field(default_factory=StepMemory)
+    line: str = ""  # the line, once it was written
 
-    def write_line(self, stats: SwapStats) -> None:
-        """Write the line about the first step."""
-        _write(_line(stats if self.before is None else _since(self.before, stats), self))
+    def write_line(self, stats: SwapStats, *, peak_bytes: int | None = None) -> None:
+        """Write the line about the first step. ``peak_bytes``: of the device; None where it does not count them."""
+        self.line = _line(stats if self.before is None else _since(self.before, stats), self, peak_bytes)
+        write(self.line)
 
 
 def is_wanted(environment: Mapping[str, str] | None = None) -> bool:
@@ -52,13 +60,22 @@ def _is_logging_unconfigured() -> bool:
     return not logging.getLogger().handlers and not any(one.handlers or one.level for one in ours)
 
 
-def _write(line: str) -> None:
-    """Write the line where a person will see it."""
+def write(line: str) -> None:
+    """Write a line where a person will see it."""
     if LOGGER.isEnabledFor(logging.INFO):
         LOGGER.info(line)
     elif _is_logging_unconfigured():
         with contextlib.suppress(OSError, ValueError):  # a full disk or a closed stream behind it must not end a step
-            print(line, file=sys.stderr)
+            _print_beside_bars(line)
+
+
+def _print_beside_bars(line: str) -> None:
+    """Print to standard error. A progress bar of tqdm is taken away and drawn again below the line."""
+    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if tqdm is None or not hasattr(tqdm, "write"):
+        print(line, file=sys.stderr)
+        return
+    tqdm.write(line, file=sys.stderr)
 
 
 def _since(before: SwapStats, stats: SwapStats) -> SwapStats:
@@ -71,13 +88,27 @@ def _since(before: SwapStats, stats: SwapStats) -> SwapStats:
         swapped_out_bytes=stats.swapped_out_bytes - before.swapped_out_bytes,
         recomputed_bytes=stats.recomputed_bytes - before.recomputed_bytes,
         saved_bytes=stats.saved_bytes - before.saved_bytes,
+        exposed_copy_us=stats.exposed_copy_us - before.exposed_copy_us,
         regions_from_tape=stats.regions_from_tape - before.regions_from_tape,
         regions_from_python={reason: count for reason, count in python.items() if count},
         kept_bytes={reason: nbytes for reason, nbytes in kept.items() if nbytes},
     )
 
 
-def _line(stats: SwapStats, first_step: FirstStep) -> str:
+def _memory_words(stats: SwapStats, first_step: FirstStep, peak_bytes: int | None) -> str:
+    """By how much memory fell; empty where nothing is known of it."""
+    memory = first_step.memory
+    less = memory.less_bytes(saved_bytes=stats.saved_bytes, swapped_bytes=stats.swapped_out_bytes)
+    change = memory.change(peak_bytes=peak_bytes, less_bytes=less)
+    if first_step.predicted is not None:
+        measured = peak_bytes if change is not None else None
+        change = first_step.predicted.measured(measured)
+    if change is not None:
+        return f"{change.sentence()}; "
+    return f"about {show_bytes(less)} less held for backward; " if less else ""
+
+
+def _line(stats: SwapStats, first_step: FirstStep, peak_bytes: int | None) -> str:
     done = [f"swapped {show_bytes(stats.swapped_out_bytes)}" if stats.swapped_out_bytes else "nothing was swapped"]
     regions = first_step.recomputed_regions
     if regions:
@@ -88,11 +119,14 @@ def _line(stats: SwapStats, first_step: FirstStep) -> str:
     if stats.saved_bytes:
         done.append(f"saved {show_bytes(stats.saved_bytes)}")
     kept = ", ".join(f"{reason} {show_bytes(stats.kept_bytes[reason])}" for reason in sorted(stats.kept_bytes))
-    words = f"hyper_parallel: first step: {', '.join(done)}{_python_again(stats.regions_from_python, regions)}"
+    if stats.exposed_copy_us >= 1:
+        done.append(f"waited {stats.exposed_copy_us / 1e3:.1f} ms for copies")
+    memory = _memory_words(stats, first_step, peak_bytes)
+    words = f"hyper_parallel: first step: {memory}{', '.join(done)}{_python_again(stats.regions_from_python, regions)}"
     if kept:
         words += f"; stayed where it was: {kept}"
-    if first_step.predicted_peak_bytes is not None:
-        words += f"; predicted peak {show_bytes(first_step.predicted_peak_bytes)}"
+    if first_step.predicted is not None:
+        words += f"; predicted peak {show_bytes(first_step.predicted.with_bytes)}"
     return words
 
 

@@ -115,6 +115,11 @@ class SwapManager:
             engine.clock.read_finished()
         return self.counters.snapshot(tiers=tiers, live_records=sum(len(engine.live_records()) for engine in engines))
 
+    def restart_first_step(self) -> None:
+        """Something was applied to a model: the next step is its first one, and gets a line. Not while trial steps run."""
+        if not self.first_step.is_trial:
+            self.first_step = FirstStep(before=self.stats())
+
     @contextlib.contextmanager
     def record_timeline(self) -> Iterator[list[LinkSpan]]:
         """Fill the yielded list, when the block ends, with every copy and stall inside it. Waits for the device then."""

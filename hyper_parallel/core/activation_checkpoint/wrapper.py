@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeAlias
 
 from hyper_parallel.config import SwapConfig
+from hyper_parallel.core.activation_checkpoint.adapter import TensorAdapter
 from hyper_parallel.core.activation_checkpoint.call_keywords import (
     CHECKPOINT_SETTINGS,
     SWAP_SETTINGS,
@@ -30,6 +31,12 @@ from hyper_parallel.core.activation_checkpoint.call_keywords import (
     parameter_names,
 )
 from hyper_parallel.core.activation_checkpoint.own_attributes import OwnAttributes, joined
+from hyper_parallel.core.activation_checkpoint.setting_checks import (
+    check_swap_config,
+    check_tensor_policy,
+    check_wrapper_keywords,
+    label_of,
+)
 
 __all__ = ["CheckpointCalls", "FunctionModule", "ModuleTraits", "ModuleWrapper", "SwapCalls", "refuse_reentrant"]
 
@@ -55,6 +62,8 @@ class ModuleTraits:
     """What a new module has and a wrapper must not have: without it, it is read from the wrapped module."""
     registered: tuple[type, ...]
     """Values that a module registers when they are assigned to it."""
+    tensors: TensorAdapter
+    """What the framework knows of tensors and ops."""
 
 
 class FunctionModule:
@@ -287,6 +296,9 @@ class CheckpointCalls:
         checkpoint_fn: Callable[..., Any] | None = None,
         **keywords: Any,
     ) -> None:
+        if checkpoint_fn is None:  # else the keywords are those of another function
+            tensors = self._wrapper_traits.tensors  # type: ignore[attr-defined]
+            keywords = check_wrapper_keywords(module, keywords, tensors)
         super().__init__(module)  # type: ignore[call-arg]
         function = type(self)._checkpoint_function if checkpoint_fn is None else checkpoint_fn
         taken = CHECKPOINT_SETTINGS | parameter_names(function) | keywords.keys()
@@ -311,6 +323,9 @@ class SwapCalls:
         *,
         swap_config: SwapConfig | None = None,
     ) -> None:
+        tensors = self._wrapper_traits.tensors  # type: ignore[attr-defined]
+        check_tensor_policy(f"swap of {label_of(mod, tensors)}", policy_fn)
+        check_swap_config("swap_wrapper", swap_config)
         super().__init__(mod)  # type: ignore[call-arg]
         self._settings = (policy_fn, swap_config)
 

@@ -3,7 +3,10 @@
 (() => {
   const run = JSON.parse(document.getElementById("run").textContent);
   const NS = "http://www.w3.org/2000/svg";
-  const WIDTH = 1040;
+  // The drawings are as wide as their section, so that letters keep their size on a phone and on paper.
+  const PAPER = 680;
+  const room = () => Math.max(280, Math.min(1040, (document.querySelector("section").clientWidth || 1080) - 40));
+  let WIDTH = room();
   const FATES = ["saved", "swapped", "recomputed", "kept"];
   const TRACKS = ["forward", "replay", "backward", "stall", "copy out", "copy back"];
   const PAINT = { "forward": "forward", "replay": "replay", "backward": "backward", "stall": "stall", "copy out": "swapped", "copy back": "saved" };
@@ -65,8 +68,9 @@
   };
 
   // ---------------------------------------------------------------- a plot over time, with zoom
-  const X0 = 84, X1 = WIDTH - 14;
+  const X0 = 76;
   const frame = (target, height, range, onZoom, label) => {
+    const X1 = WIDTH - 14;
     const root = svg("svg", { viewBox: `0 0 ${WIDTH} ${height}`, class: "plot", role: "img", "aria-label": label }, clear(target));
     const x = (us) => X0 + (us - range[0]) / (range[1] - range[0] || 1) * (X1 - X0);
     const at = (event) => {
@@ -74,9 +78,10 @@
       const px = (event.clientX - box.left) / box.width * WIDTH;
       return range[0] + Math.max(0, Math.min(1, (px - X0) / (X1 - X0))) * (range[1] - range[0]);
     };
-    for (const tick of ticks(range[0], range[1], 8)) {
+    for (const tick of ticks(range[0], range[1], Math.max(2, Math.floor(WIDTH / 130)))) {
       svg("line", { x1: x(tick), x2: x(tick), y1: 8, y2: height - 24, stroke: "var(--grid)" }, root);
-      svg("text", { x: x(tick), y: height - 8, "text-anchor": "middle" }, root, time(tick));
+      const anchor = x(tick) > X1 - 24 ? "end" : "middle";
+      svg("text", { x: x(tick), y: height - 8, "text-anchor": anchor }, root, time(tick));
     }
     const clip = svg("clipPath", { id: `clip-${target.id}` }, svg("defs", {}, root));
     svg("rect", { x: X0, y: 0, width: X1 - X0, height }, clip);
@@ -126,6 +131,7 @@
   const drawMemory = () => {
     const steps = run.steps.map((step, at) => ({ step, at })).filter(({ step, at }) => state.shown[at] && step.memory.times_us.length);
     const range = state.zoom || [0, Math.max(1, ...steps.map(({ step }) => lastOf(step)))];
+    const X1 = WIDTH - 14;
     const height = 320, bottom = height - 24;
     const budget = run.budget_line || 0;
     const top = 1.08 * Math.max(1, budget, ...steps.map(({ step }) => Math.max(...step.memory.nbytes)));
@@ -180,17 +186,17 @@
 
   // ---------------------------------------------------------------- stacked bars
   const stacked = (target, rows, label) => {
-    const height = 34, left = 190, most = Math.max(1, ...rows.map((row) => row.parts.reduce((sum, part) => sum + part.value, 0)));
+    const height = 34, left = Math.min(190, Math.round(WIDTH * 0.34)), letters = Math.floor((left - 10) / 7), most = Math.max(1, ...rows.map((row) => row.parts.reduce((sum, part) => sum + part.value, 0)));
     const root = svg("svg", { viewBox: `0 0 ${WIDTH} ${rows.length * height + 4}`, role: "img", "aria-label": label }, clear(target));
     rows.forEach((row, at) => {
       const y = at * height + 4;
-      const name = row.name.length > 26 ? `${row.name.slice(0, 25)}…` : row.name;
+      const name = row.name.length > letters ? `${row.name.slice(0, letters - 1)}…` : row.name;
       const text = svg("text", { x: left - 10, y: y + 18, "text-anchor": "end", class: "strong" }, root, name);
       if (name !== row.name) hover(text, row.name);
       let x = left;
       let total = 0;
       for (const part of row.parts.filter((p) => p.value > 0)) {
-        const width = part.value / most * (WIDTH - left - 110);
+        const width = part.value / most * (WIDTH - left - 80);
         const rect = svg("rect", { x, y, width: Math.max(0.5, width - 1), height: height - 8, rx: 2, fill: part.colour }, root);
         hover(rect, `${row.name}\n${part.name}: ${bytes(part.value)}${part.reason ? `\n${part.reason}` : ""}`);
         x += width;
@@ -305,11 +311,18 @@
   byId("theme").addEventListener("click", () => theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
   theme(matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
 
+  const drawAll = (width) => {
+    WIDTH = width;
+    drawMemory();
+    drawPeaks();
+    drawTimeline();
+    drawOps();
+  };
   memoryControls();
   timelineControls();
-  drawMemory();
-  drawPeaks();
-  drawTimeline();
-  drawOps();
+  drawAll(room());
+  addEventListener("resize", () => { if (room() !== WIDTH) drawAll(room()); });
+  addEventListener("beforeprint", () => drawAll(PAPER));
+  addEventListener("afterprint", () => drawAll(room()));
   document.documentElement.dataset.ready = "yes";
 })();

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -61,7 +62,8 @@ def test_it_is_said_once_with_what_was_swapped_and_why_the_rest_stayed(caplog: p
         step(model)
     assert swapped > 0
     (line,) = lines(caplog)
-    assert line.startswith(f"hyper_parallel: first step: swapped {swapped / 2**20:.2f} MiB")
+    assert line.startswith("hyper_parallel: first step: peak ")
+    assert f"; swapped {swapped / 2**20:.2f} MiB" in line
     assert line.endswith("stayed where it was: below_min_bytes 512.00 KiB")
 
 
@@ -179,6 +181,67 @@ def test_a_plan_brings_its_predicted_peak_and_trial_steps_say_nothing(caplog: py
     assert f"predicted peak {plan.predicted_peak_bytes / 2**20:.2f} MiB" in line
 
 
+def encoder() -> nn.TransformerEncoder:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, num_layers=6, enable_nested_tensor=False)
+
+
+def simulated_peak(model: nn.Module) -> int:
+    with simulated_accelerator(timing="eager", min_bytes=1) as device:
+        model(torch.randn(8, 128, 64)).square().mean().backward()
+    return int(device.peak_bytes)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        hp.checkpoint_wrapper,
+        hp.swap_wrapper,
+        lambda layer: hp.checkpoint_wrapper(layer, swap_inputs=True),
+        lambda layer: hp.checkpoint_wrapper(layer, policy_fn=recomputes),
+    ],
+    ids=["recompute", "swap", "recompute, inputs swapped", "Python again"],
+)
+def test_the_line_says_by_how_much_the_peak_fell(wrap: Wrap, caplog: pytest.LogCaptureFixture) -> None:
+    without = simulated_peak(encoder())
+    assert lines(caplog) == []
+    model = encoder()
+    for number, layer in enumerate(model.layers):
+        model.layers[number] = wrap(layer)
+    peak = simulated_peak(model)
+    (line,) = lines(caplog)
+    found = re.match(r"hyper_parallel: first step: peak (\S+) MiB instead of about (\S+) MiB \((-\d+)%\); ", line)
+    assert found, line
+    assert float(found[1]) == pytest.approx(peak / 2**20, abs=0.01)
+    assert float(found[2]) == pytest.approx(without / 2**20, rel=0.15)
+    assert int(found[3]) < -40
+
+
+def test_what_was_applied_says_by_how_much_memory_fell_and_each_application_gets_a_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = encoder()
+    with simulated_accelerator(timing="eager", min_bytes=1024):
+
+        def one_step() -> None:
+            model(torch.randn(8, 128, 64)).square().mean().backward()
+
+        with hp.apply_rules(model, "boundary") as rules:
+            assert "no step has run" in rules.summary()
+            one_step()
+            assert lines(caplog) == [rules.summary()]
+        profile = hp.profile_memory(model, one_step, steps=1)
+        plan = hp.plan_memory(profile, int(profile.measured.peak_bytes * 0.6), effort=0.2)
+        with hp.apply_plan(model, plan) as applied:
+            one_step()
+    without = plan.untouched.peak_bytes / 2**20
+    assert len(lines(caplog)) == 2
+    assert f"instead of {without:.2f} MiB" in lines(caplog)[1]
+    assert applied.summary().startswith(f"budget {plan.budget_bytes / 2**20:.2f} MiB: predicted peak ")
+    assert f"instead of {without:.2f} MiB" in applied.summary()
+
+
 def test_a_copied_or_pickled_wrapper_carries_nothing_of_it() -> None:
     model = stack(hp.checkpoint_wrapper)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -192,6 +255,27 @@ def test_when_it_is_wanted(environment: dict[str, str], expected: bool, caplog: 
     assert is_wanted(environment) is expected
     caplog.set_level(logging.ERROR, logger=LOGGER.name)
     assert is_wanted(environment) is False
+
+
+BAR = """
+import sys, torch, hyper_parallel as hp
+from tqdm import tqdm
+model = hp.checkpoint_wrapper(torch.nn.Linear(8, 8))
+for _ in tqdm(range(3), mininterval=0, desc="steps", ncols=60):
+    model(torch.randn(2, 8, requires_grad=True)).sum().backward()
+"""
+
+
+def test_beside_a_progress_bar_the_line_has_a_line_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("tqdm")
+    script = tmp_path / "train.py"
+    script.write_text(BAR)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600, check=True)
+    shown = re.split(r"[\r\n]", done.stderr)
+    assert [part for part in shown if "hyper_parallel: first step:" in part] == [
+        part for part in shown if part.startswith("hyper_parallel: first step:") and "steps" not in part
+    ]
+    assert done.stderr.count("hyper_parallel: first step:") == 1
 
 
 SCRIPT = """

@@ -17,6 +17,7 @@ from hyper_parallel.integrations import accelerate as accelerate_adapter
 from hyper_parallel.integrations import apply
 from hyper_parallel.integrations import lightning as lightning_adapter
 from hyper_parallel.integrations import peft as peft_adapter
+from hyper_parallel.testing import simulated_accelerator
 
 from . import tiny
 
@@ -102,7 +103,8 @@ class TestLightning:
 
     def test_a_budget(self, tmp_path: Path) -> None:
         plain = tiny.run(lambda: fit(tmp_path, []))
-        callback = lightning_adapter.callback(budget=plain.peak_bytes * 3 // 4)
+        with simulated_accelerator():  # a budget needs a device when the callback is made
+            callback = lightning_adapter.callback(budget=plain.peak_bytes * 3 // 4)
         fitted: list[Any] = []
 
         class Look(lightning.Callback):

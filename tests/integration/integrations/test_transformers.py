@@ -155,9 +155,19 @@ def test_a_budget(tmp_path: Path, plain: tiny.Run) -> None:
     assert not fitted[0].does_nothing
 
 
+def test_a_budget_without_an_accelerator_is_refused_when_the_callback_is_made() -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("this machine has an accelerator")
+    with pytest.raises(
+        PlanError, match=r"budget='1GiB': a budget is of device memory, and this machine has no accelerator"
+    ):
+        adapter.callback(budget="1GiB")
+
+
 def test_a_budget_is_fitted_on_a_training_batch_also_after_an_evaluation(tmp_path: Path) -> None:
     """Evaluation runs between the first step and the one that fits, on batches of another size."""
-    callback = adapter.callback(budget="1GiB")
+    with simulated_accelerator():  # a budget needs a device when the callback is made
+        callback = adapter.callback(budget="1GiB")
     shapes: list[tuple[int, ...]] = []
     original = callback._own_step
 

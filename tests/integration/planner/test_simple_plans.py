@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 import hyper_parallel as hp
-from hyper_parallel.cli.main import main
+from hyper_parallel.cli.command_line import main
 from hyper_parallel.config import show_bytes
 from hyper_parallel.errors import BudgetTooSmallError
 from hyper_parallel.integrations.treatment import apply

@@ -106,6 +106,31 @@ def test_paper_is_white_even_from_the_dark(page: Browser) -> None:
     page.ask("Emulation.setEmulatedMedia", media="")
 
 
+def test_on_a_phone_charts_are_tall_letters_keep_their_size_and_cells_are_below_each_other(
+    shared: Browser, tmp_path: Path
+) -> None:
+    write_page(tmp_path / "report.html", small_run())
+    shared.open(tmp_path / "report.html", width=390, height=844)
+    assert shared.value("document.documentElement.scrollWidth") <= 390
+    assert shared.box("#memory-plot svg")["height"] > 250
+    letters = "document.querySelector('#memory-plot text').getBoundingClientRect().height"
+    assert shared.value(letters) > 9
+    first, second = (shared.box(f"td:nth-child({at})") for at in (1, 2))
+    assert second["y"] >= first["y"] + first["height"] - 1
+    head = shared.value("getComputedStyle(document.querySelector('td:nth-child(2)'), '::before').content")
+    assert head.replace('" "', "") == '"peak: "'
+
+
+def test_on_paper_the_lines_have_names_and_sections_may_break(page: Browser) -> None:
+    page.ask("Emulation.setEmulatedMedia", media="print")
+    assert page.value("getComputedStyle(document.getElementById('memory-steps')).display") != "none"
+    assert page.value("getComputedStyle(document.getElementById('memory-reset').parentNode).display") == "none"
+    assert page.value("getComputedStyle(document.querySelector('section')).breakInside") == "auto"
+    page.value("dispatchEvent(new Event('beforeprint'))")
+    assert page.value("document.querySelector('#memory-plot svg').getAttribute('viewBox')").startswith("0 0 680 ")
+    page.ask("Emulation.setEmulatedMedia", media="")
+
+
 def test_hostile_names_are_only_words(shared: Browser, tmp_path: Path) -> None:
     write_page(tmp_path / "hostile.html", hostile_run())
     shared.events.clear()

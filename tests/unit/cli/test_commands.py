@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from hyper_parallel.cli.command_line import COMMANDS, build_parser, main
 from hyper_parallel.cli.completion import options_of, script_for
 from hyper_parallel.cli.console import Console, plain_table
-from hyper_parallel.cli.main import COMMANDS, build_parser, main
 from hyper_parallel.planner.planning import plan_memory
 from hyper_parallel.records.run_record import RegionTotal
 from tests.unit.planner_core.small import small_profile
@@ -275,7 +275,7 @@ def test_tables_without_rich_say_the_same(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_progress_without_a_terminal_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with Console().progress("work", 2) as advance:
+    with Console().progress("work", 2, shares=[1.0, 1.0]) as advance:
         advance("first")
         advance("second")
     said = capsys.readouterr()

@@ -12,8 +12,8 @@ import pytest
 from hyper_parallel._version import TESTED_TORCH
 from hyper_parallel.backends.torch import native
 from hyper_parallel.backends.torch.machine import Accelerator, DiskSpeed, disk_speed
+from hyper_parallel.cli.command_line import main
 from hyper_parallel.cli.doctor import Machine, examined, findings
-from hyper_parallel.cli.main import main
 
 GIB = 2**30
 DISK = DiskSpeed(

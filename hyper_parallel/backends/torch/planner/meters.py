@@ -15,7 +15,7 @@ from hyper_parallel.errors import PlanError
 from hyper_parallel.simulation.backend import SimulatedBackend
 from hyper_parallel.simulation.simulation import Simulation
 
-__all__ = ["AcceleratorMeter", "Meter", "SimulatedMeter", "meter_for"]
+__all__ = ["AcceleratorMeter", "Meter", "SimulatedMeter", "has_device_memory", "meter_for"]
 
 Mark = Any  # torch.Event | float
 
@@ -160,6 +160,12 @@ class SimulatedMeter:
 
     def release_cached(self) -> None:
         """See :class:`Meter`."""
+
+
+def has_device_memory() -> bool:
+    """Whether there is a device whose memory a plan could keep to a budget: an accelerator, or the simulated one."""
+    is_simulated = any(isinstance(backend, SimulatedBackend) for backend in SwapManager().backends.values())
+    return is_simulated or torch.accelerator.is_available()
 
 
 def meter_for(device: torch.device, *, who: str) -> Meter:

@@ -13,14 +13,15 @@ import torch
 from torch import nn
 
 from hyper_parallel.backends.torch.checkpointing import checkpoint, swap
-from hyper_parallel.backends.torch.first_step import set_predicted_peak
+from hyper_parallel.backends.torch.first_step import set_predicted
 from hyper_parallel.backends.torch.planner.blocks import BlockRef, fingerprint_of, refuse_wrapped, require_module
 from hyper_parallel.backends.torch.planner.compiled import refuse_compiled
 from hyper_parallel.backends.torch.planner.op_names import op_name, op_overload
 from hyper_parallel.backends.torch.planner.replacements import AppliedBlocks, Replacements
-from hyper_parallel.config import SwapConfig, current_config
+from hyper_parallel.config import SwapConfig, current_config, show_bytes
 from hyper_parallel.core.activation_checkpoint.activation_checkpoint import CheckpointPolicy
 from hyper_parallel.core.activation_checkpoint.policy import PolicyTable
+from hyper_parallel.core.activation_checkpoint.step_memory import MemoryChange
 from hyper_parallel.errors import PlanError
 from hyper_parallel.fates import Fate
 from hyper_parallel.planner.plan import BlockPlan, Plan, RegionPlan
@@ -40,8 +41,8 @@ _OpKey = tuple[str, str]  # base name, overload
 class PlannedRegion:
     """The checkpoint function of one region: a value, so that the model can be copied and pickled with it."""
 
-    def __init__(self, region: RegionPlan, settings: SwapConfig, *, predicted_peak_bytes: int | None = None) -> None:
-        self._predicted_peak_bytes = predicted_peak_bytes
+    def __init__(self, region: RegionPlan, settings: SwapConfig, *, predicted: MemoryChange | None = None) -> None:
+        self._predicted = predicted
         self._swaps_inputs = region.input_fate is Fate.SWAP
         self._is_replayed = region.is_replayed
         self._settings = settings
@@ -55,7 +56,7 @@ class PlannedRegion:
         """Run the region."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        set_predicted_peak(self._predicted_peak_bytes)
+        set_predicted(self._predicted)
         if not self._is_replayed:
             return swap(function, *args, swap_config=self._settings, **kwargs)
         return checkpoint(
@@ -104,6 +105,14 @@ class AppliedPlan(AppliedBlocks):
             **self._counted(),
         }
 
+    def summary(self) -> str:
+        """One line: by how much memory falls, and what that costs."""
+        change = predicted_change(self.plan)
+        budget = show_bytes(self.plan.budget_bytes)
+        if self.measured is None:
+            return f"budget {budget}: {change.sentence()}"
+        return f"budget {budget}: {change.measured(self.measured.peak_bytes).sentence()}"
+
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write the plan and what became of it: JSON for a name that ends in .json, text otherwise."""
         target = Path(path)
@@ -120,6 +129,18 @@ class AppliedPlan(AppliedBlocks):
 
     def __repr__(self) -> str:
         return f"<plan on {len(self._replacements)} regions, {self.plan.predicted_peak_bytes} bytes predicted>"
+
+
+def predicted_change(plan: Plan) -> MemoryChange:
+    """Peak and time with and without the plan, as it predicts them. A simulated device has no time of its own."""
+    predicted, untouched = plan.predicted, plan.untouched
+    return MemoryChange(
+        without_bytes=untouched.peak_bytes,
+        with_bytes=predicted.peak_bytes,
+        is_predicted=True,
+        without_seconds=untouched.step_seconds or None,
+        with_seconds=predicted.step_seconds or None,
+    )
 
 
 def _lines(stats: Mapping[str, Any]) -> list[str]:
@@ -140,11 +161,10 @@ def apply_plan(model: Any, plan: Any, *, device_bytes: int | None = None) -> App
     modules = _modules_of(model, plan, who)
     settings = swap_config_of(plan.settings, device_bytes)
     replacements = Replacements(model)
+    predicted = predicted_change(plan)
     try:
         for path, module, region in modules:
-            replacements.wrap(
-                path, module, PlannedRegion(region, settings, predicted_peak_bytes=plan.predicted_peak_bytes)
-            )
+            replacements.wrap(path, module, PlannedRegion(region, settings, predicted=predicted))
     except BaseException:
         replacements.restore()
         raise

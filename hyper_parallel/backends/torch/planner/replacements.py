@@ -75,7 +75,14 @@ class AppliedBlocks:
 
     def __init__(self, replacements: Replacements) -> None:
         self._replacements = replacements
+        SwapManager().restart_first_step()
         self._before = SwapManager().stats()
+        self._first_step = SwapManager().first_step
+
+    def summary(self) -> str:
+        """One line: by how much memory fell in the first step, and what that cost."""
+        line = self._first_step.line
+        return line or "hyper_parallel: no step has run since this was applied, or its line is switched off"
 
     def remove(self) -> None:
         """Put the model back as it was; nothing happens the second time."""

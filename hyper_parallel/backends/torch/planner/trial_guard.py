@@ -128,7 +128,7 @@ def restored_after(model: nn.Module, device: torch.device, *, who: str) -> Itera
     manager = SwapManager()
     first_step, manager.first_step = (
         manager.first_step,
-        FirstStep(is_over=True),
+        FirstStep(is_over=True, is_trial=True),
     )  # a trial step is not the user's first step
     optimizers = register_optimizer_step_pre_hook(_OptimizerStops(model, who))
     failure: BaseException | None = None

@@ -114,6 +114,7 @@ class StepObserver:
             peak_where=_where(memory, spans),
             peak_parts=self._parts(peak),
             step_seconds=statistics.median(seconds),
+            seconds=tuple(seconds),
             out_bytes=(counted.swapped_out_bytes - before.swapped_out_bytes) // steps,
             back_bytes=(counted.swapped_in_bytes - before.swapped_in_bytes) // steps,
             exposed_seconds=stalled if self._is_host else exposed,
@@ -123,6 +124,11 @@ class StepObserver:
             regions=watched.regions(),
             notes=self._notes(),
         )
+
+    def time_one(self) -> float:
+        """The seconds of one step, after one that warms up: one round of several ways that take turns."""
+        self._run(None)
+        return self._timed(None)
 
     def _run(self, after: Callable[[Any], None] | None) -> None:
         result = self._step()

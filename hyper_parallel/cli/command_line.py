@@ -1,17 +1,23 @@
 """``hyper-parallel``: reads the command line, calls one command, turns errors into words and exit codes.
 
-Exit codes: 0 done, 1 could not be done, 2 not understood, 130 interrupted.
+Exit codes: 0 done, 1 could not be done, 2 not understood, 130 interrupted, 143 told to end (SIGTERM). A command that is told
+to end ends its child processes and removes its temporary folders first.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import difflib
 import os
+import re
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
-from typing import Final
+from typing import Final, NoReturn
 
 from hyper_parallel._version import __version__
 from hyper_parallel.cli import bench, completion, demo, doctor, explain, plan, profile, report
@@ -33,9 +39,34 @@ COMMANDS: Final[tuple[tuple[str, ModuleType], ...]] = (
 )
 
 
+class _Terminated(BaseException):
+    """SIGTERM came."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what a mistyped command or option may have meant."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message with near misses, and exit."""
+        super().error(message + self._near(message))
+
+    def _near(self, message: str) -> str:
+        options = [option for action in self._actions for option in action.option_strings if option.startswith("--")]
+        commands = [name for action in self._actions if action.dest == "command" for name in action.choices or ()]
+        for pattern, known in (
+            (r"argument COMMAND: invalid choice: '([^']*)'", commands),
+            (r"unrecognized arguments: (--[\w-]+)", options),
+        ):
+            found = re.search(pattern, message)
+            close = difflib.get_close_matches(found[1], known, n=2) if found else []
+            if close:
+                return f"; did you mean {' or '.join(close)}?"
+        return ""
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="hyper-parallel",
         description="Save, recompute or swap every activation of a training step, without changing a gradient.",
         epilog="example: hyper-parallel demo",
@@ -55,16 +86,17 @@ def build_parser() -> argparse.ArgumentParser:
         if name != "completion":
             command.add_argument("--json", action="store_true", help="print one JSON value and nothing else")
         command.add_argument("--traceback", action="store_true", help="show where an error came from")
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=module.run, parser=command)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
-    parsed = build_parser().parse_args(arguments)
+    parsed = _parsed(arguments)
     console = Console(is_json=getattr(parsed, "json", False))
     try:
-        code = int(parsed.run(parsed, console))
+        with _ended_by_signal():
+            code = int(parsed.run(parsed, console))
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # `| head` has read enough
@@ -73,11 +105,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"hyper-parallel {parsed.command}: interrupted", file=sys.stderr)
         return 130
+    except _Terminated:
+        print(f"hyper-parallel {parsed.command}: told to end", file=sys.stderr)
+        return 143
     except (HyperParallelError, ValueError, TypeError, OSError) as error:
         if parsed.traceback:
             traceback.print_exc()
         print(f"hyper-parallel {parsed.command}: {_message_of(error)}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line, read. An option that the chosen command does not know is judged by that command's own parser."""
+    parser = build_parser()
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        command: argparse.ArgumentParser = parsed.parser
+        command.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return parsed
+
+
+@contextlib.contextmanager
+def _ended_by_signal() -> Iterator[None]:
+    """SIGTERM raises inside, so that every ``with`` and ``finally`` of the command runs. Only the main thread may ask for it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _message_of(error: BaseException) -> str:
