@@ -5,7 +5,8 @@ The options
 ``"boundary"``, ``"attention"``, ``"elementwise"``, ``"auto"``: presets of :mod:`hyper_parallel.planner.rules`.
 ``"swap"``: whatever the blocks save for backward leaves. ``"recompute"``: the blocks are run again.
 A mapping of rules, a :class:`~hyper_parallel.planner.plan.Plan`, or a policy ``policy(ctx, op, *args, **kwargs)``.
-``budget="20GiB"`` instead: a plan is made and measured, for which a step must be run (the trainers' adapters know theirs).
+``budget="20GiB"``, ``"90%"`` or ``"auto"`` instead: a plan is made and measured, for which a step must be run (the trainers'
+adapters know theirs).
 
 A model's own gradient checkpointing is switched off while it is treated, and on again by ``remove()``: two deciders for
 the same values cannot agree, and the user asked for this one.
@@ -21,7 +22,7 @@ from typing import Any, Final, TypeAlias
 
 from hyper_parallel.errors import PlanError
 from hyper_parallel.planner.backend import Applied, Model, Step
-from hyper_parallel.planner.budget import parse_budget
+from hyper_parallel.planner.budget import check_budget
 from hyper_parallel.planner.fit import apply_plan, fit_memory
 from hyper_parallel.planner.plan import Plan
 from hyper_parallel.planner.rules import PRESETS, RuleSet, apply_rules
@@ -47,7 +48,7 @@ class Treatment:
                 raise ValueError(
                     f"hyper_parallel: {self.what!r} and budget={self.budget!r} both say what to do; give one of them"
                 )
-            parse_budget(self.budget)
+            check_budget(self.budget)
         elif self.what is None:
             object.__setattr__(self, "what", DEFAULT)
         elif isinstance(self.what, str) and self.what not in WORDS:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 from hyper_parallel.errors import UnsupportedMemberError
 
 if TYPE_CHECKING:
+    from hyper_parallel.planner.budget import DeviceMemory
     from hyper_parallel.planner.plan import Plan
     from hyper_parallel.planner.profile import Profile
     from hyper_parallel.planner.rules import OpTable, RuleSet
@@ -66,6 +67,9 @@ class PlannerBackend(Protocol):
 
     def guarded(self, model: Model, *, who: str) -> AbstractContextManager[None]:
         """One guard around many trial steps: at its end everything they changed is put back."""
+
+    def device_memory(self, model: Model, *, who: str) -> DeviceMemory:
+        """What the model's device can give to this process."""
 
     def world(self) -> Any:
         """The ranks that must agree; None for one process."""

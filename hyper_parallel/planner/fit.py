@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol, TypeVar
 from hyper_parallel.config import show_bytes
 from hyper_parallel.errors import ActivationError, BudgetTooSmallError, FarMemoryError, PlanError
 from hyper_parallel.planner.backend import Model, Step, planner_backend
-from hyper_parallel.planner.budget import parse_budget
+from hyper_parallel.planner.budget import agreed_budget, check_budget
 from hyper_parallel.planner.plan import Corrections, Plan
 from hyper_parallel.planner.planning import plan_memory
 from hyper_parallel.planner.profile import Profile
@@ -114,7 +114,11 @@ def fit_memory(
     Args:
         model: a model with repeated blocks.
         step: a callable that runs one forward and backward; trial runs leave no trace.
-        budget: ``"20GiB"`` or bytes: the peak of active bytes on the device, weights, gradients and all.
+        budget: ``"20GiB"`` or bytes: the peak of this process's active bytes on the device, weights, gradients and all.
+            ``"90%"``: that share of what the device can give to this process: what the driver reports as free, and what
+            this process's allocator holds; what other processes use is left out. ``"auto"``: 90 % of it, less the
+            optimizer states that the first optimizer step will make; the other 10 % are for fragmentation. In a
+            distributed run the rank with the least decides.
         blocks: patterns of the modules to treat as blocks; None: the repeated ones are found.
         profile: one of this model that was made before; None: it is made now.
         plan: one to begin with, made from that profile; None: it is made now.
@@ -128,7 +132,7 @@ def fit_memory(
     Raises:
         BudgetTooSmallError: nothing fits; names the smallest peak found and what it is made of.
     """
-    limit = parse_budget(budget)
+    check_budget(budget)
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 < tolerance < 1:
         raise ValueError(f"fit_memory: tolerance is a share between 0 and 1, such as 0.03; got {tolerance!r}")
     for name, value in (("attempts", attempts), ("steps", steps)):
@@ -137,6 +141,8 @@ def fit_memory(
     for given, kind in ((profile, Profile), (plan, Plan)):
         if given is not None and not isinstance(given, kind):
             raise TypeError(f"fit_memory: expected a {kind.__name__}, got {type(given).__name__}")
+    backend = planner_backend()
+    limit = agreed_budget(budget, lambda: backend.device_memory(model, who="fit_memory"), backend.world())
     fit = _Fit(model, step, limit, blocks, profile, float(tolerance), attempts, steps)
     fit.first_plan = plan
     return fit.run()

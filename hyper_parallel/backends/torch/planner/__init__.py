@@ -1,5 +1,6 @@
 """Planning on torch: blocks found, steps watched, rules and plans put in place. The planning itself is in ``planner``."""
 
+from hyper_parallel.backends.torch.planner.device_memory import device_memory
 from hyper_parallel.backends.torch.planner.measure import measure_step
 from hyper_parallel.backends.torch.planner.plan_regions import AppliedPlan, apply_plan
 from hyper_parallel.backends.torch.planner.profiling import profile_memory
@@ -13,6 +14,7 @@ __all__ = [
     "AppliedRules",
     "apply_plan",
     "apply_rules",
+    "device_memory",
     "guarded",
     "list_ops",
     "measure_step",

@@ -39,7 +39,7 @@ class Meter(Protocol):
         """Start a new peak."""
 
     def capacity_bytes(self) -> int | None:
-        """All bytes that this process could use; None: nothing limits them."""
+        """All bytes that this process could use: free, and held by its allocator. None: nothing limits them."""
 
     def mark(self) -> Mark:
         """This moment on the device."""
@@ -88,8 +88,10 @@ class AcceleratorMeter:
 
     def capacity_bytes(self) -> int | None:
         """See :class:`Meter`."""
-        free, _ = self._module.mem_get_info(self._device)
-        return int(free) + self._statistic("reserved_bytes.all.current")
+        free, total = self._module.mem_get_info(self._device)
+        available = int(free) + self._statistic("reserved_bytes.all.current")
+        fraction = getattr(self._module, "get_per_process_memory_fraction", None)  # not in every device's module
+        return available if fraction is None else min(available, int(total * fraction(self._device)))
 
     def mark(self) -> Mark:
         """See :class:`Meter`."""
@@ -141,7 +143,7 @@ class SimulatedMeter:
 
     def capacity_bytes(self) -> int | None:
         """See :class:`Meter`."""
-        return None
+        return self._simulation.capacity_bytes
 
     def mark(self) -> Mark:
         """See :class:`Meter`."""

@@ -30,6 +30,7 @@ from hyper_parallel.backends.torch.planner.blocks import (
     fingerprint_of,
     require_module,
 )
+from hyper_parallel.backends.torch.planner.device_memory import memory_of, optimizers_of
 from hyper_parallel.backends.torch.planner.kinds import group_by_kind, make_kind, shared_storages
 from hyper_parallel.backends.torch.planner.links import engine_settings, far_caps, measure_link
 from hyper_parallel.backends.torch.planner.meters import Meter, meter_for
@@ -134,6 +135,7 @@ class _Profiler:
         self.steps = steps
         self.agrees = agrees
         self.spans: list[LinkSpan] = []
+        self.memory = memory_of(model, meter)
 
     def run(self) -> Profile:
         """All trials, then the record."""
@@ -256,6 +258,7 @@ class _Profiler:
             link=measure_link(backend, self.meter, self.spans),
             far=far_caps(config),
             engine=engine_settings(config),
+            device_memory=self.memory,
             # A simulated device is the host, and its time is counted already.
             host=HostCost()
             if self.meter.is_simulated
@@ -316,10 +319,8 @@ def _optimizer_states(model: nn.Module) -> list[torch.Tensor]:
     """The states of every optimizer that holds one of the model's parameters."""
     mine = set(map(id, model.parameters()))
     found: list[torch.Tensor] = []
-    for thing in gc.get_objects():
-        if not issubclass(type(thing), torch.optim.Optimizer):
-            continue
-        for parameter, state in thing.state.items():
+    for optimizer in optimizers_of(model):
+        for parameter, state in optimizer.state.items():
             if id(parameter) in mine:
                 found += [value for value in state.values() if isinstance(value, torch.Tensor) and value.dim() > 0]
     return found
