@@ -6,7 +6,8 @@ The options
 ``"swap"``: whatever the blocks save for backward leaves. ``"recompute"``: the blocks are run again.
 A mapping of rules, a :class:`~hyper_parallel.planner.plan.Plan`, or a policy ``policy(ctx, op, *args, **kwargs)``.
 ``budget="20GiB"``, ``"90%"`` or ``"auto"`` instead: a plan is made and measured, for which a step must be run (the trainers'
-adapters know theirs).
+adapters know theirs). ``store``: a folder of plans, so that a restart plans nothing (see ``hp.fit_memory``); the trainers'
+callbacks use the one in the user's cache unless told ``store=None``.
 
 A model's own gradient checkpointing is switched off while it is treated, and on again by ``remove()``: two deciders for
 the same values cannot agree, and the user asked for this one.
@@ -25,6 +26,7 @@ from hyper_parallel.planner.backend import Applied, Model, Step
 from hyper_parallel.planner.budget import check_budget
 from hyper_parallel.planner.fit import apply_plan, fit_memory
 from hyper_parallel.planner.plan import Plan
+from hyper_parallel.planner.plan_store import PlanStore, Store
 from hyper_parallel.planner.rules import PRESETS, RuleSet, apply_rules
 
 __all__ = ["Treated", "Treatment", "What", "apply"]
@@ -41,8 +43,10 @@ class Treatment:
     what: What | None = None
     budget: int | str | None = None
     blocks: str | Sequence[str] | None = None
+    store: Store = None  # with a budget: where plans are kept, as in ``fit_memory``
 
     def __post_init__(self) -> None:
+        PlanStore.of(self.store, who="hyper_parallel")
         if self.budget is not None:
             if self.what is not None:
                 raise ValueError(
@@ -74,7 +78,7 @@ class Treatment:
                     "given. Pass step=..., a callable that runs one forward and backward, or choose a preset instead: "
                     f"{', '.join(PRESETS)}"
                 )
-            return fit_memory(model, step, self.budget, blocks=self.blocks)  # type: ignore[no-any-return]
+            return fit_memory(model, step, self.budget, blocks=self.blocks, store=self.store)  # type: ignore[no-any-return]
         if isinstance(self.what, Plan):
             return apply_plan(model, self.what)  # type: ignore[no-any-return]
         if self.what == "recompute":
@@ -132,6 +136,7 @@ def apply(
     budget: int | str | None = None,
     blocks: str | Sequence[str] | None = None,
     step: Step | None = None,
+    store: Store = None,
 ) -> Treated:
     """Treat a model; the options are those of the module's docstring, ``boundary`` when none is given.
 
@@ -140,4 +145,4 @@ def apply(
         PlanError: the model has no repeated blocks, a rule matches nothing, a budget without a step.
         BudgetTooSmallError: no plan keeps the budget.
     """
-    return Treated(Treatment(what=what, budget=budget, blocks=blocks), [model], step)
+    return Treated(Treatment(what=what, budget=budget, blocks=blocks, store=store), [model], step)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hyper_parallel.planner.plan import Plan
     from hyper_parallel.planner.profile import Profile
     from hyper_parallel.planner.rules import OpTable, RuleSet
+    from hyper_parallel.planner.step_identity import StepIdentity
     from hyper_parallel.records.step_measure import StepMeasure
 
 __all__ = ["Applied", "Model", "PlannerBackend", "Step", "planner_backend"]
@@ -70,6 +71,9 @@ class PlannerBackend(Protocol):
 
     def device_memory(self, model: Model, *, who: str) -> DeviceMemory:
         """What the model's device can give to this process."""
+
+    def identify_step(self, model: Model, step: Step, *, blocks: str | Sequence[str] | None) -> StepIdentity | None:
+        """Run the step once and write down what a plan for it depends on; None where not even that fits."""
 
     def world(self) -> Any:
         """The ranks that must agree; None for one process."""

@@ -20,7 +20,16 @@ from hyper_parallel.config import parse_bytes, show_bytes
 from hyper_parallel.errors import PlanError
 from hyper_parallel.records.record_files import require
 
-__all__ = ["AUTO", "AUTO_PERCENT", "DeviceMemory", "agreed_budget", "check_budget", "parse_budget", "show_setting"]
+__all__ = [
+    "AUTO",
+    "AUTO_PERCENT",
+    "DeviceMemory",
+    "agreed_budget",
+    "check_budget",
+    "is_share",
+    "parse_budget",
+    "show_setting",
+]
 
 AUTO: Final = "auto"
 AUTO_PERCENT: Final = 90.0
@@ -89,8 +98,13 @@ def parse_budget(
 
 def check_budget(budget: int | str, *, name: str = "budget") -> None:
     """Refuse what is no budget, before anything is measured; a share is read when the device is known."""
-    if _percent(budget, name) is None:
+    if _percent(budget, name) is None:  # also refuses a percentage out of range
         parse_budget(budget, name=name)
+
+
+def is_share(budget: int | str) -> bool:
+    """Whether a budget is a share of the device, and no amount."""
+    return _percent(budget, "budget") is not None
 
 
 def agreed_budget(budget: int | str, memory: Callable[[], DeviceMemory], ranks: Ranks | None) -> int:

@@ -17,8 +17,9 @@ from typing import Any, Final, Protocol, TypeVar
 from hyper_parallel.config import show_bytes
 from hyper_parallel.errors import ActivationError, BudgetTooSmallError, FarMemoryError, PlanError
 from hyper_parallel.planner.backend import Model, Step, planner_backend
-from hyper_parallel.planner.budget import agreed_budget, check_budget
+from hyper_parallel.planner.budget import agreed_budget, check_budget, is_share
 from hyper_parallel.planner.plan import Corrections, Plan
+from hyper_parallel.planner.plan_store import PlanStore, Store, fit_with_store
 from hyper_parallel.planner.planning import plan_memory
 from hyper_parallel.planner.profile import Profile
 from hyper_parallel.planner.simple_plans import (
@@ -108,6 +109,7 @@ def fit_memory(
     tolerance: float = 0.03,
     attempts: int = 5,
     steps: int = 3,
+    store: Store = None,
 ) -> Any:
     """Make ``step`` keep a memory budget: profile, plan, apply, measure, and correct until prediction and truth agree.
 
@@ -125,6 +127,9 @@ def fit_memory(
         tolerance: how far measured and predicted may lie apart before the plan is made again.
         attempts: how many plans are tried at most.
         steps: how many steps are timed each time.
+        store: a folder of plans that were fitted before, True for one in the user's cache, None for no store. Where the
+            model, the shapes, the device, the releases, the settings and the budget are those of a plan in it, one step is
+            run to see that, the plan is applied, and nothing is planned. Not asked where ``profile`` or ``plan`` is given.
 
     Returns:
         The applied plan: ``stats()``, ``report(path)``, ``remove()``, ``plan``. When the step fits, nothing is applied.
@@ -141,11 +146,18 @@ def fit_memory(
     for given, kind in ((profile, Profile), (plan, Plan)):
         if given is not None and not isinstance(given, kind):
             raise TypeError(f"fit_memory: expected a {kind.__name__}, got {type(given).__name__}")
+    plans = PlanStore.of(store)
     backend = planner_backend()
     limit = agreed_budget(budget, lambda: backend.device_memory(model, who="fit_memory"), backend.world())
     fit = _Fit(model, step, limit, blocks, profile, float(tolerance), attempts, steps)
     fit.first_plan = plan
-    return fit.run()
+    if plans is None or profile is not None or plan is not None:
+        return fit.run()
+    question = (f"budget: {str(budget).strip().lower() if is_share(budget) else limit}", f"blocks: {blocks!r}")
+    question += (f"search: tolerance {tolerance}, attempts {attempts}, steps {steps}",)
+    return fit_with_store(
+        plans, backend, model, step, blocks=blocks, budget_bytes=limit, question=question, search=fit.run
+    )
 
 
 class _Fit:
@@ -181,7 +193,7 @@ class _Fit:
         with self.backend.guarded(self.model, who="fit_memory"):
             profile = self._profile()
             plan, measured = self._search(profile)
-        applied = self.backend.apply_plan(self.model, plan)
+        applied = self.backend.apply_plan(self.model, dataclasses.replace(plan, inputs=profile.inputs))
         applied.measured = measured
         applied.history = tuple(self.history)
         return applied

@@ -59,7 +59,8 @@ def plan_memory(
     # What a little less or more memory leads to is often a good place to start from.
     answer = solver.solve(budget_bytes, near=[answer, *others], effort=_SECOND_LOOK * effort)
     what_if = tuple(_as_what_if(answer, other, int(budget_bytes * share)) for other, share in zip(others, _WHAT_IF))
-    return written_plan(solver, answer, budget_bytes, what_if=what_if)
+    plan = written_plan(solver, answer, budget_bytes, what_if=what_if)
+    return dataclasses.replace(plan, inputs=profile.inputs)
 
 
 def written_plan(solver: Solver, answer: Answer, budget: int, *, what_if: tuple[WhatIf, ...] = ()) -> Plan:

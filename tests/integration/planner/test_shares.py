@@ -21,7 +21,7 @@ FULL_PEAK_SHARE = 0.8
 
 
 def whole_peak() -> int:
-    model, step = transformer()
+    _, step = transformer()
     with simulated_accelerator() as sim:
         step()
         sim.reset_peak()

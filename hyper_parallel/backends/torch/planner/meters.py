@@ -41,6 +41,9 @@ class Meter(Protocol):
     def capacity_bytes(self) -> int | None:
         """All bytes that this process could use: free, and held by its allocator. None: nothing limits them."""
 
+    def total_bytes(self) -> int | None:
+        """The memory of the device, whoever uses it; None: there is no end to it."""
+
     def mark(self) -> Mark:
         """This moment on the device."""
 
@@ -93,6 +96,10 @@ class AcceleratorMeter:
         fraction = getattr(self._module, "get_per_process_memory_fraction", None)  # not in every device's module
         return available if fraction is None else min(available, int(total * fraction(self._device)))
 
+    def total_bytes(self) -> int | None:
+        """See :class:`Meter`."""
+        return int(self._module.mem_get_info(self._device)[1])
+
     def mark(self) -> Mark:
         """See :class:`Meter`."""
         event = self._module.Event(enable_timing=True)
@@ -142,6 +149,10 @@ class SimulatedMeter:
         self._simulation.reset_peak()
 
     def capacity_bytes(self) -> int | None:
+        """See :class:`Meter`."""
+        return self._simulation.capacity_bytes
+
+    def total_bytes(self) -> int | None:
         """See :class:`Meter`."""
         return self._simulation.capacity_bytes
 

@@ -64,6 +64,7 @@ from hyper_parallel.core.activation_checkpoint.timing import LinkSpan
 from hyper_parallel.errors import BudgetTooSmallError
 from hyper_parallel.planner.block_trace import replayed_ops
 from hyper_parallel.planner.profile import BaseBytes, Block, BlockKind, HostCost, Measured, Profile
+from hyper_parallel.planner.step_inputs import StepInputs
 from hyper_parallel.records.versions import Versions
 
 __all__ = ["profile_memory"]
@@ -103,6 +104,7 @@ class _Trials:
     """The results of all trial steps of one profile."""
 
     calls: Sequence[ObservedCall]  # of the survey, in order
+    inputs: StepInputs | None  # of the survey
     kinds: Sequence[int]  # of each call
     stand_ins: Sequence[int]  # of each kind, the call that was observed
     base: BaseBytes
@@ -151,6 +153,7 @@ class _Profiler:
         return self._record(
             _Trials(
                 calls=survey.calls,
+                inputs=survey.inputs,
                 kinds=kinds,
                 stand_ins=stand_ins,
                 base=base,
@@ -258,6 +261,7 @@ class _Profiler:
             link=measure_link(backend, self.meter, self.spans),
             far=far_caps(config),
             engine=engine_settings(config),
+            inputs=trials.inputs,
             device_memory=self.memory,
             # A simulated device is the host, and its time is counted already.
             host=HostCost()
