@@ -26,7 +26,6 @@ from hyper_parallel.backends.torch.devices import backend_for
 from hyper_parallel.backends.torch.planner.blocks import (
     BlockRef,
     device_of,
-    find_blocks,
     fingerprint_of,
     require_module,
 )
@@ -34,6 +33,7 @@ from hyper_parallel.backends.torch.planner.device_memory import memory_of, optim
 from hyper_parallel.backends.torch.planner.kinds import group_by_kind, make_kind, shared_storages
 from hyper_parallel.backends.torch.planner.links import engine_settings, far_caps, measure_link
 from hyper_parallel.backends.torch.planner.meters import Meter, meter_for
+from hyper_parallel.backends.torch.planner.module_calls import find_blocks_of_step
 from hyper_parallel.backends.torch.planner.op_observer import ObservedCall
 from hyper_parallel.backends.torch.planner.segments import (
     backward_seconds,
@@ -92,7 +92,7 @@ def profile_memory(
     require_step(step, who)
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"{who}: steps says how many steps are timed, 1 or more; got {steps!r}")
-    found = find_blocks(model, blocks, who=who)
+    found = find_blocks_of_step(model, blocks, step, who=who)
     device = device_of(model, who)
     meter = meter_for(device, who=who)
     with contextlib.nullcontext() if is_guarded else restored_after(model, device, who=who):

@@ -17,8 +17,9 @@ from torch import nn
 
 from hyper_parallel._version import __version__
 from hyper_parallel.backends.torch import native
-from hyper_parallel.backends.torch.planner.blocks import device_of, find_blocks, fingerprint_of, require_module
+from hyper_parallel.backends.torch.planner.blocks import device_of, fingerprint_of, require_module
 from hyper_parallel.backends.torch.planner.meters import Meter, meter_for
+from hyper_parallel.backends.torch.planner.module_calls import find_blocks_of_step
 from hyper_parallel.backends.torch.planner.survey import Survey, require_step, surveyed
 from hyper_parallel.backends.torch.planner.trial_guard import restored_after
 from hyper_parallel.config import current_config
@@ -34,7 +35,7 @@ def identify_step(
     who = "fit_memory"
     require_module(model, who)
     require_step(step, who)
-    found = find_blocks(model, blocks, who=who)
+    found = find_blocks_of_step(model, blocks, step, who=who)
     device = device_of(model, who)
     meter = meter_for(device, who=who)
     with restored_after(model, device, who=who):

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.backends.torch.checkpointing import checkpoint
 from hyper_parallel.backends.torch.graph import is_in_backward
-from hyper_parallel.backends.torch.planner.blocks import BlockRef, device_of, find_blocks, require_module
+from hyper_parallel.backends.torch.planner.blocks import BlockRef, device_of, require_module
+from hyper_parallel.backends.torch.planner.module_calls import find_blocks_of_step
 from hyper_parallel.backends.torch.planner.module_paths import ModulePaths
 from hyper_parallel.backends.torch.planner.op_observer import ObservedCall, OpObserver
 from hyper_parallel.backends.torch.planner.replacements import Replacements
@@ -134,7 +135,7 @@ def list_ops(model: Any, step: Callable[[], Any], *, blocks: str | Sequence[str]
     who = "list_ops"
     require_module(model, who)
     require_step(step, who)
-    found = find_blocks(model, blocks, who=who)
+    found = find_blocks_of_step(model, blocks, step, who=who)
     with restored_after(model, device_of(model, who), who=who):
         with surveyed(model, found) as survey:
             step()
