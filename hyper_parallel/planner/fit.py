@@ -153,8 +153,11 @@ def fit_memory(
     fit.first_plan = plan
     if plans is None or profile is not None or plan is not None:
         return fit.run()
-    question = (f"budget: {str(budget).strip().lower() if is_share(budget) else limit}", f"blocks: {blocks!r}")
-    question += (f"search: tolerance {tolerance}, attempts {attempts}, steps {steps}",)
+    question = (
+        f"budget: {str(budget).strip().lower() if is_share(budget) else limit}",
+        f"blocks: {blocks!r}",
+        f"search: tolerance {tolerance}, attempts {attempts}, steps {steps}",
+    )
     return fit_with_store(
         plans, backend, model, step, blocks=blocks, budget_bytes=limit, question=question, search=fit.run
     )

@@ -102,10 +102,16 @@ def _why_not(plan: Plan, fitted: FittedStep, identity: StepIdentity, budget_byte
 
 
 def _default_folder() -> Path:
+    """``HYPER_PARALLEL_PLAN_STORE``, else a folder in the user's cache (``XDG_CACHE_HOME``, else ``~/.cache``)."""
+    named = os.environ.get("HYPER_PARALLEL_PLAN_STORE")
+    if named:
+        return Path(named)
     try:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError as error:
-        raise ValueError(f"fit_memory: there is no default store, because {error}; name a folder: store=...") from None
+        raise ValueError(
+            f"fit_memory: there is no default store, because {error}; name a folder: store=... or HYPER_PARALLEL_PLAN_STORE"
+        ) from None
     return Path(cache) / "hyper_parallel" / "plans"
 
 

@@ -247,24 +247,19 @@ def test_what_is_no_store_is_refused_before_a_step_runs(tmp_path: Path) -> None:
     assert float(model.forwards) == 0
 
 
-@pytest.mark.parametrize("store", [True, "default"])
-def test_the_default_store_is_in_the_users_cache(
-    store: bool | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("variable", "inside"), [("XDG_CACHE_HOME", "hyper_parallel/plans"), ("HYPER_PARALLEL_PLAN_STORE", ".")]
+)
+@pytest.mark.parametrize("store", [True, "default", None, False])
+def test_the_default_store_is_in_the_users_cache_and_is_used_only_when_asked_for(
+    store: bool | str | None, variable: str, inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("HYPER_PARALLEL_PLAN_STORE", raising=False)
+    monkeypatch.setenv("HYPER_PARALLEL_NATIVE", "0")  # its builds are in the user's cache too
+    monkeypatch.setenv(variable, str(tmp_path))
     with simulated_accelerator():
         hp.fit_memory(*transformer(), "1GiB", store=store, steps=1).remove()
-    assert len(list((tmp_path / "hyper_parallel" / "plans").glob("plan-*.json"))) == 1
-
-
-@pytest.mark.parametrize("store", [None, False])
-def test_without_a_store_nothing_is_written(
-    store: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with simulated_accelerator():
-        hp.fit_memory(*transformer(), "1GiB", store=store, steps=1).remove()
-    assert not list(tmp_path.iterdir())
+    assert len(list((tmp_path / inside).glob("plan-*.json"))) == bool(store)
 
 
 def test_a_profile_or_plan_of_the_user_is_used_and_the_store_is_not(tmp_path: Path) -> None:
