@@ -38,7 +38,7 @@ class BlockRef:
 def search_blocks(model: nn.Module, calls: Callable[[], Mapping[str, int]] | None = None) -> list[BlockRef]:
     """The blocks of a model; ``calls`` says how often one step calls each module, and is asked only where that matters."""
     blocks = _repeated(model)
-    if not blocks and calls is not None:
+    if not blocks and calls is not None and _candidates(model):
         blocks = _called_many_times(model, calls())
     return blocks or _in_containers(model) or _side_by_side(model)
 
@@ -50,6 +50,11 @@ def has_forward(module: nn.Module) -> bool:
 
 def _can_be_block(module: nn.Module) -> bool:
     return bool(module._modules) and has_forward(module) and next(module.parameters(), None) is not None
+
+
+def _candidates(model: nn.Module) -> list[BlockRef]:
+    """Every module that could be a block; the model itself cannot be one."""
+    return [BlockRef(path, module) for path, module in model.named_modules() if path and _can_be_block(module)]
 
 
 def _called_in(path: str, container: nn.Module) -> list[BlockRef]:
@@ -129,10 +134,9 @@ def _is_deep(module: nn.Module) -> bool:
 
 def _called_many_times(model: nn.Module, calls: Mapping[str, int]) -> list[BlockRef]:
     def found() -> Iterator[list[BlockRef]]:
-        for path, module in model.named_modules():
-            count = calls.get(path, 0)
-            if path and _can_be_block(module) and count >= 2 * max(1, _calls_around(path, calls)):
-                yield [BlockRef(path, module)]
+        for block in _candidates(model):
+            if calls.get(block.name, 0) >= 2 * max(1, _calls_around(block.name, calls)):
+                yield [block]
 
     return _outermost(found())
 
@@ -175,7 +179,7 @@ def near_misses(model: nn.Module, *, has_step: bool) -> str:
         for path, module in model.named_modules()
         if isinstance(module, _CONTAINERS)
     ]
-    single = [BlockRef(path, module) for path, module in model.named_modules() if path and _can_be_block(module)]
+    single = _candidates(model)
     text = f"; its containers are {_some(containers)}" if containers else "; it has no container of modules"
     if single:
         reason = (
