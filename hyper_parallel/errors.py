@@ -22,6 +22,7 @@
         PlanError                                           a plan that cannot be made or applied
           BudgetTooSmallError                               no plan fits; names the smallest peak found
     UserWarning
+      PlanWarning                                           a batch longer than a plan knows; a stored plan that cannot be used
       SwapStateWarning                                      an explicit swap call in the wrong state; nothing was changed
 
 Bad settings are plain ``ValueError`` or ``TypeError``, raised where the setting is made.
@@ -43,6 +44,7 @@ __all__ = [
     "InPlaceChangeError",
     "MissingPackageError",
     "PlanError",
+    "PlanWarning",
     "PolicyError",
     "RendezvousTimeoutError",
     "ReplayMismatchError",
@@ -155,6 +157,10 @@ def again(error: E) -> E:
         fresh.__cause__ = copy.copy(cause)
         fresh.__cause__.__traceback__ = None
     return fresh
+
+
+class PlanWarning(UserWarning):
+    """A batch that is longer than the one a plan was fitted on, or a stored plan that cannot be used."""
 
 
 class SwapStateWarning(UserWarning):

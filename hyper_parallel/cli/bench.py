@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import functools
 import os
 import platform
 from typing import Any, Final
@@ -23,7 +24,7 @@ from hyper_parallel.cli.failures import CommandError, UsageError
 from hyper_parallel.cli.report import show_run
 from hyper_parallel.config import current_config
 from hyper_parallel.planner.backend import planner_backend
-from hyper_parallel.planner.budget import parse_budget, show_setting
+from hyper_parallel.planner.budget import check_budget, parse_budget, show_setting
 from hyper_parallel.planner.fit import fit_memory, profile_memory
 from hyper_parallel.planner.totals import op_totals
 from hyper_parallel.records.record_files import as_json
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ways", default=None, metavar="A,B,...", help=f"default {_DEFAULT_WAYS}, and auto with --budget"
     )
-    parser.add_argument("--budget", metavar="BYTES", help="for auto: the peak to keep, such as 20GiB")
+    parser.add_argument("--budget", metavar="BYTES", help="for auto: the peak to keep, such as 20GiB or 90%%")
     parser.add_argument("-o", "--output", metavar="FILE", default="run.json", help="default run.json")
     parser.add_argument("--html", metavar="FILE", help="also the report")
 
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         raise UsageError("--ways: auto needs a --budget, such as --budget 20GiB")
     if args.budget is not None:
         try:
-            parse_budget(args.budget, name="--budget")
+            check_budget(args.budget, name="--budget")
         except ValueError as error:
             raise UsageError(str(error)) from None
     require_writable(args.output, args.html)
@@ -102,6 +103,10 @@ def _measured(args: argparse.Namespace, ways: list[str], console: Console) -> Ru
                     "the model is on the CPU, and one process cannot tell the memory of one way from that of the next; "
                     "move it to an accelerator, or count bytes with --simulate"
                 )
+            if args.budget is not None:
+                memory = functools.partial(planner_backend().device_memory, model, who="bench")
+                budget = parse_budget(args.budget, name="--budget", memory=memory)
+                args = argparse.Namespace(**{**vars(args), "budget": budget})
             steps: list[StepRecord] = []
             plans: dict[str, Any] = {}  # by way
             for way in ways:
@@ -116,7 +121,7 @@ def _measured(args: argparse.Namespace, ways: list[str], console: Console) -> Ru
         created=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         versions=versions,
         memory_kind=observer.memory_kind,
-        budget_bytes=None if args.budget is None else parse_budget(args.budget),
+        budget_bytes=args.budget,
         settings={
             field.name: show_setting(field.name, getattr(current_config(), field.name))
             for field in dataclasses.fields(current_config())

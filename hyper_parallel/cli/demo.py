@@ -32,7 +32,7 @@ from hyper_parallel.cli.failures import CommandError, UsageError
 from hyper_parallel.cli.report import show_run
 from hyper_parallel.config import show_bytes
 from hyper_parallel.errors import BudgetTooSmallError
-from hyper_parallel.planner.budget import parse_budget
+from hyper_parallel.planner.budget import check_budget
 from hyper_parallel.planner.plan import Plan
 from hyper_parallel.planner.planning import plan_memory
 from hyper_parallel.planner.profile import Profile
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """The command."""
     if args.budget is not None:
         try:
-            parse_budget(args.budget, name="--budget")
+            check_budget(args.budget, name="--budget")
         except ValueError as error:
             raise UsageError(str(error)) from None
     if args.disk_path is not None and not Path(args.disk_path).is_dir():

@@ -17,7 +17,7 @@ from hyper_parallel.cli.explain import show_answer
 from hyper_parallel.cli.factory import add_model_arguments, require_writable
 from hyper_parallel.cli.failures import UsageError
 from hyper_parallel.cli.profile import measured_profile
-from hyper_parallel.planner.budget import parse_budget
+from hyper_parallel.planner.budget import check_budget
 from hyper_parallel.planner.planning import plan_memory
 from hyper_parallel.planner.profile import Profile
 from hyper_parallel.records.record_files import as_json
@@ -29,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own arguments."""
     add_model_arguments(parser, is_optional=True)
     parser.add_argument("--profile", metavar="FILE", help="plan from this profile instead of measuring")
-    parser.add_argument("--budget", required=True, metavar="BYTES", help="the peak to keep, such as 20GiB")
+    parser.add_argument(
+        "--budget", required=True, metavar="BYTES", help="the peak to keep, such as 20GiB, 90%% or auto"
+    )
     parser.add_argument("--effort", type=_effort, default=1.0, metavar="X", help="how long to search (default 1.0)")
     parser.add_argument("-o", "--output", metavar="FILE", default="plan.json", help="default plan.json")
 
@@ -50,13 +52,13 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if (args.factory is None) == (args.profile is None):
         raise UsageError("give either MODULE:FACTORY or --profile FILE, and not both")
     try:
-        budget = parse_budget(args.budget, name="--budget")
+        check_budget(args.budget, name="--budget")
     except ValueError as error:
         raise UsageError(str(error)) from None
     require_writable(args.output)
     profile = Profile.load(args.profile) if args.profile else measured_profile(args, console)
     with console.waiting("searching for a plan"):
-        plan = plan_memory(profile, budget, effort=args.effort)
+        plan = plan_memory(profile, args.budget, effort=args.effort)
     plan.save(args.output)
     console.data({"plan": args.output, "predicted": as_json(plan.predicted), "untouched": as_json(plan.untouched)})
     show_answer(plan, console)

@@ -12,6 +12,7 @@ from typing import Any
 from hyper_parallel.integrations.packages import needed
 from hyper_parallel.integrations.treatment import Treated, Treatment, What
 from hyper_parallel.planner.backend import Model, Step
+from hyper_parallel.planner.plan_store import Store
 
 __all__ = ["apply"]
 
@@ -24,9 +25,10 @@ def apply(
     budget: int | str | None = None,
     blocks: str | Sequence[str] | None = None,
     step: Step | None = None,
+    store: Store = None,
 ) -> Treated:
     """Treat a prepared model, under whatever Accelerate put around it; options as in ``integrations.treatment``."""
-    treatment = Treatment(what=what, budget=budget, blocks=blocks)
+    treatment = Treatment(what=what, budget=budget, blocks=blocks, store=store)
     kind = needed("accelerate", who="integrations.accelerate.apply").Accelerator
     if not isinstance(accelerator, kind):
         raise TypeError(

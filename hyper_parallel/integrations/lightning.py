@@ -15,17 +15,25 @@ from typing import Any
 from hyper_parallel.integrations.budgets import InTrainer, loss_of
 from hyper_parallel.integrations.packages import needed
 from hyper_parallel.integrations.treatment import Treatment, What
+from hyper_parallel.planner.plan_store import Store
 
 __all__ = ["callback"]
 
 
 def callback(
-    what: What | None = None, *, budget: int | str | None = None, blocks: str | Sequence[str] | None = None
+    what: What | None = None,
+    *,
+    budget: int | str | None = None,
+    blocks: str | Sequence[str] | None = None,
+    store: Store = True,
 ) -> Any:  # lightning.pytorch.Callback
-    """A ``Callback`` that treats the ``LightningModule`` while it is fitted; options as in ``integrations.treatment``."""
+    """A ``Callback`` that treats the ``LightningModule`` while it is fitted; options as in ``integrations.treatment``.
+
+    ``store``: with a budget, the folder of plans that lets a restart plan nothing; None switches it off.
+    """
     who = "integrations.lightning.callback"
     base = needed("lightning.pytorch", who=who, otherwise="pytorch_lightning").Callback
-    treatment = Treatment(what=what, budget=budget, blocks=blocks)
+    treatment = Treatment(what=what, budget=budget, blocks=blocks, store=store)
 
     class HyperParallelCallback(base):  # type: ignore[misc,valid-type]  # a class of a package that is imported at its first use
         """Saves, recomputes or swaps activations while the trainer fits."""

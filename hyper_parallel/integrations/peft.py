@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from hyper_parallel.integrations.packages import needed
 from hyper_parallel.integrations.treatment import Treated, Treatment, What
 from hyper_parallel.planner.backend import Model, Step
+from hyper_parallel.planner.plan_store import Store
 
 __all__ = ["apply"]
 
@@ -25,9 +26,10 @@ def apply(
     budget: int | str | None = None,
     blocks: str | Sequence[str] | None = None,
     step: Step | None = None,
+    store: Store = None,
 ) -> Treated:
     """Treat a model that has adapters; options as in ``integrations.treatment``."""
-    treatment = Treatment(what=what, budget=budget, blocks=blocks)
+    treatment = Treatment(what=what, budget=budget, blocks=blocks, store=store)
     kind = needed("peft", who="integrations.peft.apply").PeftModel
     if not isinstance(model, kind):
         raise TypeError(

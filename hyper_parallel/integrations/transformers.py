@@ -15,6 +15,7 @@ from hyper_parallel.integrations.packages import needed
 from hyper_parallel.integrations.switches import Switch
 from hyper_parallel.integrations.treatment import Treatment, What
 from hyper_parallel.planner.backend import Model, Step
+from hyper_parallel.planner.plan_store import Store
 
 __all__ = ["callback", "switch"]
 
@@ -25,15 +26,17 @@ def callback(
     budget: int | str | None = None,
     blocks: str | Sequence[str] | None = None,
     step: Step | None = None,
+    store: Store = True,
 ) -> Any:  # transformers.TrainerCallback
     """A ``TrainerCallback`` that treats the model while it is trained; options as in ``integrations.treatment``.
 
-    ``step``: with a budget, one forward and backward to measure; None: the trainer's own first batch.
+    ``step``: with a budget, one forward and backward to measure; None: the trainer's own first batch. ``store``: with a
+    budget, the folder of plans that lets a restart plan nothing; None switches it off.
     """
     who = "integrations.transformers.callback"
     base = needed("transformers", who=who).TrainerCallback
     torch = needed("torch", who=who)
-    treatment = Treatment(what=what, budget=budget, blocks=blocks)
+    treatment = Treatment(what=what, budget=budget, blocks=blocks, store=store)
 
     class HyperParallelCallback(base):  # type: ignore[misc,valid-type]  # a class of a package that is imported at its first use
         """Saves, recomputes or swaps activations while the trainer trains."""

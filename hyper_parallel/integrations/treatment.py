@@ -5,7 +5,9 @@ The options
 ``"boundary"``, ``"attention"``, ``"elementwise"``, ``"auto"``: presets of :mod:`hyper_parallel.planner.rules`.
 ``"swap"``: whatever the blocks save for backward leaves. ``"recompute"``: the blocks are run again.
 A mapping of rules, a :class:`~hyper_parallel.planner.plan.Plan`, or a policy ``policy(ctx, op, *args, **kwargs)``.
-``budget="20GiB"`` instead: a plan is made and measured, for which a step must be run (the trainers' adapters know theirs).
+``budget="20GiB"``, ``"90%"`` or ``"auto"`` instead: a plan is made and measured, for which a step must be run (the trainers'
+adapters know theirs). ``store``: a folder of plans, so that a restart plans nothing (see ``hp.fit_memory``); the trainers'
+callbacks use the one in the user's cache unless told ``store=None``.
 
 A model's own gradient checkpointing is switched off while it is treated, and on again by ``remove()``: two deciders for
 the same values cannot agree, and the user asked for this one.
@@ -21,9 +23,10 @@ from typing import Any, Final, TypeAlias
 
 from hyper_parallel.errors import PlanError
 from hyper_parallel.planner.backend import Applied, Model, Step
-from hyper_parallel.planner.budget import parse_budget
+from hyper_parallel.planner.budget import check_budget
 from hyper_parallel.planner.fit import apply_plan, fit_memory
 from hyper_parallel.planner.plan import Plan
+from hyper_parallel.planner.plan_store import PlanStore, Store
 from hyper_parallel.planner.rules import PRESETS, RuleSet, apply_rules
 
 __all__ = ["Treated", "Treatment", "What", "apply"]
@@ -40,14 +43,16 @@ class Treatment:
     what: What | None = None
     budget: int | str | None = None
     blocks: str | Sequence[str] | None = None
+    store: Store = None  # with a budget: where plans are kept, as in ``fit_memory``
 
     def __post_init__(self) -> None:
+        PlanStore.of(self.store, who="hyper_parallel")
         if self.budget is not None:
             if self.what is not None:
                 raise ValueError(
                     f"hyper_parallel: {self.what!r} and budget={self.budget!r} both say what to do; give one of them"
                 )
-            parse_budget(self.budget)
+            check_budget(self.budget)
         elif self.what is None:
             object.__setattr__(self, "what", DEFAULT)
         elif isinstance(self.what, str) and self.what not in WORDS:
@@ -73,7 +78,7 @@ class Treatment:
                     "given. Pass step=..., a callable that runs one forward and backward, or choose a preset instead: "
                     f"{', '.join(PRESETS)}"
                 )
-            return fit_memory(model, step, self.budget, blocks=self.blocks)  # type: ignore[no-any-return]
+            return fit_memory(model, step, self.budget, blocks=self.blocks, store=self.store)  # type: ignore[no-any-return]
         if isinstance(self.what, Plan):
             return apply_plan(model, self.what)  # type: ignore[no-any-return]
         if self.what == "recompute":
@@ -135,6 +140,7 @@ def apply(
     budget: int | str | None = None,
     blocks: str | Sequence[str] | None = None,
     step: Step | None = None,
+    store: Store = None,
 ) -> Treated:
     """Treat a model; the options are those of the module's docstring, ``boundary`` when none is given.
 
@@ -143,4 +149,4 @@ def apply(
         PlanError: the model has no repeated blocks, a rule matches nothing, a budget without a step.
         BudgetTooSmallError: no plan keeps the budget.
     """
-    return Treated(Treatment(what=what, budget=budget, blocks=blocks), [model], step)
+    return Treated(Treatment(what=what, budget=budget, blocks=blocks, store=store), [model], step)

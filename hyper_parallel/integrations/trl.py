@@ -15,6 +15,7 @@ from hyper_parallel.integrations import transformers
 from hyper_parallel.integrations.packages import needed
 from hyper_parallel.integrations.treatment import What
 from hyper_parallel.planner.backend import Step
+from hyper_parallel.planner.plan_store import Store
 
 __all__ = ["callback"]
 
@@ -25,7 +26,8 @@ def callback(
     budget: int | str | None = None,
     blocks: str | Sequence[str] | None = None,
     step: Step | None = None,
+    store: Store = True,
 ) -> Any:  # transformers.TrainerCallback
     """See :func:`hyper_parallel.integrations.transformers.callback`."""
     needed("trl", who="integrations.trl.callback")
-    return transformers.callback(what, budget=budget, blocks=blocks, step=step)
+    return transformers.callback(what, budget=budget, blocks=blocks, step=step, store=store)

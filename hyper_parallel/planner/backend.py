@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 from hyper_parallel.errors import UnsupportedMemberError
 
 if TYPE_CHECKING:
+    from hyper_parallel.planner.budget import DeviceMemory
     from hyper_parallel.planner.plan import Plan
     from hyper_parallel.planner.profile import Profile
     from hyper_parallel.planner.rules import OpTable, RuleSet
+    from hyper_parallel.planner.step_identity import StepIdentity
     from hyper_parallel.records.step_measure import StepMeasure
 
 __all__ = ["Applied", "Model", "PlannerBackend", "Step", "planner_backend"]
@@ -69,6 +71,12 @@ class PlannerBackend(Protocol):
 
     def guarded(self, model: Model, *, who: str) -> AbstractContextManager[None]:
         """One guard around many trial steps: at its end everything they changed is put back."""
+
+    def device_memory(self, model: Model, *, who: str) -> DeviceMemory:
+        """What the model's device can give to this process."""
+
+    def identify_step(self, model: Model, step: Step, *, blocks: str | Sequence[str] | None) -> StepIdentity | None:
+        """Run the step once and write down what a plan for it depends on; None where not even that fits."""
 
     def world(self) -> Any:
         """The ranks that must agree; None for one process."""

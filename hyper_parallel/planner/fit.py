@@ -18,8 +18,9 @@ from hyper_parallel.config import show_bytes
 from hyper_parallel.errors import ActivationError, BudgetTooSmallError, FarMemoryError, PlanError
 from hyper_parallel.fates import Fate
 from hyper_parallel.planner.backend import Model, Step, planner_backend
-from hyper_parallel.planner.budget import parse_budget
+from hyper_parallel.planner.budget import agreed_budget, check_budget, is_share
 from hyper_parallel.planner.plan import Corrections, Plan
+from hyper_parallel.planner.plan_store import PlanStore, Store, fit_with_store
 from hyper_parallel.planner.planning import Planning
 from hyper_parallel.planner.profile import Profile
 from hyper_parallel.planner.simple_plans import SWAPPED, SimplePlan, as_measured, simple_plan, simple_plans
@@ -103,19 +104,27 @@ def fit_memory(
     tolerance: float = 0.03,
     attempts: int = 5,
     steps: int = 3,
+    store: Store = None,
 ) -> Any:
     """Make ``step`` keep a memory budget: profile, plan, apply, measure, and correct until prediction and truth agree.
 
     Args:
         model: a model with repeated blocks.
         step: a callable that runs one forward and backward; trial runs leave no trace.
-        budget: ``"20GiB"`` or bytes: the peak of active bytes on the device, weights, gradients and all.
+        budget: ``"20GiB"`` or bytes: the peak of this process's active bytes on the device, weights, gradients and all.
+            ``"90%"``: that share of what the device can give to this process: what the driver reports as free, and what
+            this process's allocator holds; what other processes use is left out. ``"auto"``: 90 % of it, less the
+            optimizer states that the first optimizer step will make; the other 10 % are for fragmentation. In a
+            distributed run the rank with the least decides.
         blocks: patterns of the modules to treat as blocks; None: the repeated ones are found.
         profile: one of this model that was made before; None: it is made now.
         plan: one to begin with, made from that profile; None: it is made now.
         tolerance: how far measured and predicted may lie apart before the plan is made again.
         attempts: how many plans are tried at most.
         steps: how many steps are timed each time.
+        store: a folder of plans that were fitted before, True for one in the user's cache, None for no store. Where the
+            model, the shapes, the device, the releases, the settings and the budget are those of a plan in it, one step is
+            run to see that, the plan is applied, and nothing is planned. Not asked where ``profile`` or ``plan`` is given.
 
     Returns:
         The applied plan: ``stats()``, ``report(path)``, ``remove()``, ``plan``. When the step fits, nothing is applied.
@@ -123,7 +132,7 @@ def fit_memory(
     Raises:
         BudgetTooSmallError: nothing fits; names the smallest peak found and what it is made of.
     """
-    limit = parse_budget(budget)
+    check_budget(budget)
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 < tolerance < 1:
         raise ValueError(f"fit_memory: tolerance is a share between 0 and 1, such as 0.03; got {tolerance!r}")
     for name, value in (("attempts", attempts), ("steps", steps)):
@@ -132,9 +141,21 @@ def fit_memory(
     for given, kind in ((profile, Profile), (plan, Plan)):
         if given is not None and not isinstance(given, kind):
             raise TypeError(f"fit_memory: expected a {kind.__name__}, got {type(given).__name__}")
+    plans = PlanStore.of(store)
+    backend = planner_backend()
+    limit = agreed_budget(budget, lambda: backend.device_memory(model, who="fit_memory"), backend.world())
     fit = _Fit(model, step, limit, blocks, profile, float(tolerance), attempts, steps)
     fit.first_plan = plan
-    return fit.run()
+    if plans is None or profile is not None or plan is not None:
+        return fit.run()
+    question = (
+        f"budget: {str(budget).strip().lower() if is_share(budget) else limit}",
+        f"blocks: {blocks!r}",
+        f"search: tolerance {tolerance}, attempts {attempts}, steps {steps}",
+    )
+    return fit_with_store(
+        plans, backend, model, step, blocks=blocks, budget_bytes=limit, question=question, search=fit.run
+    )
 
 
 class _Fit:
@@ -172,7 +193,7 @@ class _Fit:
         with self.backend.guarded(self.model, who="fit_memory"):
             profile = self._profile()
             plan, measured = self._search(profile)
-        applied = self.backend.apply_plan(self.model, plan)
+        applied = self.backend.apply_plan(self.model, dataclasses.replace(plan, inputs=profile.inputs))
         applied.measured = measured
         applied.history = tuple(self.history)
         return applied

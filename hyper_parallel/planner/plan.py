@@ -16,6 +16,8 @@ from hyper_parallel.config import show_bytes
 from hyper_parallel.errors import PlanError
 from hyper_parallel.fates import Fate
 from hyper_parallel.planner.profile import EngineSettings
+from hyper_parallel.planner.step_identity import FittedStep
+from hyper_parallel.planner.step_inputs import StepInputs
 from hyper_parallel.records.prediction import Prediction
 from hyper_parallel.records.record_files import load_record, require, save_record
 
@@ -128,6 +130,8 @@ class Plan:
     what_if: tuple[WhatIf, ...] = ()
     corrections: Corrections = Corrections()
     notes: tuple[str, ...] = ()
+    inputs: StepInputs | None = None  # the shapes of the measured step; None: not known
+    fitted: FittedStep | None = None  # in a store of plans: what it was fitted to
 
     def __post_init__(self) -> None:
         for block in self.blocks:

@@ -31,7 +31,8 @@ def plan_memory(
 
     Args:
         profile: What was measured; see ``profile_memory``.
-        budget: ``"20GiB"``, ``"500MB"`` or bytes: everything on the device, weights and gradients included.
+        budget: ``"20GiB"``, ``"500MB"`` or bytes: everything on the device, weights and gradients included. Also
+            ``"90%"`` or ``"auto"``: a share of what the device could give when the profile was made (see ``fit_memory``).
         corrections: What measuring an earlier plan taught, see ``Corrections.after``. None: taken from the measured step,
             where it was measured left alone.
         effort: How long to search. 1.0 takes a few seconds; the answer depends on it, never on the machine.
@@ -43,7 +44,7 @@ def plan_memory(
         raise TypeError(
             f"plan_memory: expected a Profile, got {profile!r}; make one with profile_memory, or Profile.load(path)"
         )
-    budget_bytes = parse_budget(budget, name="plan_memory: budget")
+    budget_bytes = parse_budget(budget, name="plan_memory: budget", memory=lambda: profile.device_memory)
     if isinstance(effort, bool) or not isinstance(effort, int | float) or not 0 < effort <= 100:
         raise ValueError(f"plan_memory: effort is a number above 0 and up to 100, got {effort!r}")
     return Planning(profile).plan(budget_bytes, corrections, effort=effort)
@@ -66,7 +67,8 @@ class Planning:
         else:
             self._solver = self._solver.corrected(corrections, budget)
             answer = self._fitting(self._solver, budget, _SECOND_LOOK * effort)
-        return written_plan(self._solver, answer, budget, what_if=_what_if(self._solver, answer, budget))
+        plan = written_plan(self._solver, answer, budget, what_if=_what_if(self._solver, answer, budget))
+        return dataclasses.replace(plan, inputs=self._profile.inputs)
 
     def _first(self, solver: Solver, budget: int, effort: float) -> Answer:
         answer = self._fitting(solver, budget, effort)

@@ -25,6 +25,8 @@ import dataclasses
 import os
 from typing import Final
 
+from hyper_parallel.planner.budget import DeviceMemory
+from hyper_parallel.planner.step_inputs import StepInputs
 from hyper_parallel.records.record_files import load_record, require, save_record
 from hyper_parallel.records.versions import Versions
 
@@ -335,6 +337,8 @@ class Profile:
     far: FarCaps
     engine: EngineSettings = EngineSettings()
     host: HostCost = HostCost()
+    inputs: StepInputs | None = None  # the shapes of the step; None: a profile of an earlier version
+    device_memory: DeviceMemory | None = None  # what the device could give; None: a profile of an earlier version
 
     def __post_init__(self) -> None:
         require(

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from hyper_parallel.config import SwapConfig, configure
+from hyper_parallel.config import SwapConfig, configure, parse_bytes
 
 if TYPE_CHECKING:
     from hyper_parallel.simulation.simulation import Simulation
@@ -21,6 +21,7 @@ def simulated_accelerator(
     min_bytes: int = 0,
     tail_bytes: int = 0,
     window_bytes: int = 65536,
+    capacity_bytes: int | str | None = None,
     **settings: Any,
 ) -> Iterator[Simulation]:
     """CPU tensors are device memory inside; copies happen when the timing says so.
@@ -31,6 +32,8 @@ def simulated_accelerator(
         min_bytes: as in :class:`SwapConfig`; small here, so that small tests really swap.
         tail_bytes: as above.
         window_bytes: as above; also how far loads run ahead, unless ``prefetch_bytes`` is given.
+        capacity_bytes: how much memory the device has, such as ``"2MiB"``: an op whose output does not fit raises
+            ``MemoryError``, and a budget of ``"90%"`` or ``"auto"`` is a share of it. None: there is no end to it.
         **settings: any other field of :class:`SwapConfig`.
 
     Yields:
@@ -41,7 +44,9 @@ def simulated_accelerator(
     """
     from hyper_parallel.core.activation_checkpoint.adapter import current_backend
 
+    capacity = None if capacity_bytes is None else parse_bytes(capacity_bytes, name="capacity_bytes")
     settings.setdefault("prefetch_bytes", window_bytes)
     config = SwapConfig(min_bytes=min_bytes, tail_bytes=tail_bytes, window_bytes=window_bytes, **settings)
     with configure(config), current_backend().simulate(timing, seed) as simulation:
+        simulation.capacity_bytes = capacity
         yield simulation

@@ -233,6 +233,7 @@ class SimulatedBackend:
                 self._lives[key] = _Life(weakref.ref(owner, lambda dead: self._end_life(key, dead)), nbytes)
                 self.simulation.count(nbytes)
                 self._judge.forget(key)
+                self.simulation.raise_if_full(what)
             compute = self._timeline.compute
             self._timeline.tick(compute)
             self._judge.touch(compute, key, 0, max(1, nbytes), is_write=is_write, what=what)

@@ -18,6 +18,8 @@ class Simulation:
         self.judge = Judge()
         self.count_freed_bytes: Callable[[], None] = _nothing
         """Called before the bytes are read, where a framework does not report at once that device bytes are gone."""
+        self.capacity_bytes: int | None = None
+        """The device's memory; None: there is no end to it."""
         self._live_bytes = 0
         self._peak_bytes = 0
         self.swapped_bytes = 0
@@ -59,6 +61,14 @@ class Simulation:
         """Add to the device bytes that live now; negative where some are gone."""
         self._live_bytes += nbytes
         self._peak_bytes = max(self._peak_bytes, self._live_bytes)
+
+    def raise_if_full(self, what: str) -> None:
+        """Refuse what an op made where the device cannot hold it, as a device's allocator does."""
+        if self.capacity_bytes is not None and self._live_bytes > self.capacity_bytes:
+            raise MemoryError(
+                f"simulated accelerator: out of memory in {what}: {self._live_bytes} bytes live, and it has "
+                f"{self.capacity_bytes}"
+            )
 
     def raise_violations(self) -> None:
         """Raise the first violation that could not be raised where it happened."""

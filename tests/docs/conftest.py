@@ -20,6 +20,7 @@ def fresh_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
     torch.set_num_threads(1)
     torch.manual_seed(0)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYPER_PARALLEL_PLAN_STORE", str(tmp_path / "plans"))
     hp.SwapManager().reset()
     yield
     hp.configure(None)

@@ -57,8 +57,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> None:
 
 
 @pytest.fixture(autouse=True)
-def fresh_engine() -> Iterator[None]:
-    """Deterministic kernels, an empty engine, small settings; nothing left on the device afterwards."""
+def fresh_engine(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Deterministic kernels, an empty engine, small settings; nothing left on the device afterwards, and no plan."""
+    monkeypatch.setenv("HYPER_PARALLEL_PLAN_STORE", str(tmp_path_factory.mktemp("plans")))
     get_torch_platform()
     hp.configure(None)
     hp.SwapManager().reset()

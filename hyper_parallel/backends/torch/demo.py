@@ -29,7 +29,7 @@ from hyper_parallel.backends.torch.step_observation import (
 from hyper_parallel.backends.torch.step_observation.host_memory import resident_bytes
 from hyper_parallel.config import configure, current_config
 from hyper_parallel.errors import BudgetTooSmallError
-from hyper_parallel.planner.budget import parse_budget, show_setting
+from hyper_parallel.planner.budget import show_setting
 from hyper_parallel.planner.fit import fit_memory
 from hyper_parallel.planner.plan import Plan
 from hyper_parallel.planner.planning import plan_memory
@@ -198,7 +198,7 @@ def plan_demo(size: DemoSize, *, budget: str | None, disk_path: str, alone: Step
         )
         profile = dataclasses.replace(profile, measured=measured)
     if budget is not None:
-        return DemoPlan(profile=profile, plan=plan_memory(profile, parse_budget(budget), effort=_EFFORT))
+        return DemoPlan(profile=profile, plan=plan_memory(profile, budget, effort=_EFFORT))
     half = int(profile.measured.peak_bytes * _BUDGET_SHARE)
     try:
         return DemoPlan(profile=profile, plan=plan_memory(profile, half, effort=_EFFORT))

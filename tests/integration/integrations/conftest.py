@@ -13,8 +13,9 @@ from hyper_parallel.platform.platform import get_torch_platform
 
 
 @pytest.fixture(autouse=True)
-def fresh_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Bitwise comparisons need one thread: the order of a parallel sum is not fixed."""
+def fresh_engine(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Bitwise comparisons need one thread: the order of a parallel sum is not fixed. No plan outlives its test."""
+    monkeypatch.setenv("HYPER_PARALLEL_PLAN_STORE", str(tmp_path_factory.mktemp("plans")))
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "WANDB_DISABLED", "TOKENIZERS_PARALLELISM"):
         monkeypatch.setenv(name, "1")
     get_torch_platform()

@@ -20,6 +20,7 @@ from hyper_parallel.errors import PlanError
 from hyper_parallel.integrations import apply
 from hyper_parallel.integrations import transformers as adapter
 from hyper_parallel.integrations import trl as trl_adapter
+from hyper_parallel.planner import fit
 from hyper_parallel.testing import simulated_accelerator
 
 from . import tiny
@@ -162,6 +163,33 @@ def test_a_budget_without_an_accelerator_is_refused_when_the_callback_is_made() 
         PlanError, match=r"budget='1GiB': a budget is of device memory, and this machine has no accelerator"
     ):
         adapter.callback(budget="1GiB")
+
+
+def test_callbacks_keep_plans_unless_the_store_is_off() -> None:
+    with simulated_accelerator():
+        for callback in (adapter.callback, trl_adapter.callback):
+            assert callback(budget="1GiB")._run._treatment.store is True
+            assert callback(budget="1GiB", store=None)._run._treatment.store is None
+            with pytest.raises(TypeError, match=r"store is a folder for plans"):
+                callback(budget="1GiB", store=7)
+
+
+def test_a_restarted_training_plans_nothing(tmp_path: Path, plain: tiny.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    profiled: list[int] = []
+    whole = fit._Fit._profile
+    monkeypatch.setattr(fit._Fit, "_profile", lambda self: profiled.append(1) or whole(self))
+    monkeypatch.setenv("HYPER_PARALLEL_PLAN_STORE", str(tmp_path / "plans"))
+    budget = plain.peak_bytes * 3 // 4
+
+    def once() -> None:
+        ours = tiny.run(lambda: train(tmp_path, [adapter.callback(budget=budget)]))
+        assert ours.losses == plain.losses
+        assert all(torch.equal(ours.weights[name], weight) for name, weight in plain.weights.items())
+
+    once()
+    assert (len(profiled), len(list((tmp_path / "plans").iterdir()))) == (1, 1)
+    once()
+    assert len(profiled) == 1
 
 
 def test_a_budget_is_fitted_on_a_training_batch_also_after_an_evaluation(tmp_path: Path) -> None:

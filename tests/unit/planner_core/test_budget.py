@@ -1,65 +1,85 @@
-from __future__ import annotations
+"""A budget as people write it: amounts, shares of the device, and what is refused."""
 
-from typing import Any
+from __future__ import annotations
 
 import pytest
 
-from hyper_parallel.config import show_bytes
-from hyper_parallel.planner.budget import parse_budget, show_setting
+from hyper_parallel.errors import PlanError
+from hyper_parallel.planner.budget import DeviceMemory, agreed_budget, check_budget, parse_budget
 
-from .small import small_profile
-
-
-@pytest.mark.parametrize(
-    ("given", "nbytes"),
-    [("20GiB", 20 * 2**30), ("500MB", 500_000_000), ("1.5 kib", 1536), (7, 7), ("12", 12), ("2 TB", 2 * 10**12)],
-)
-def test_what_a_person_writes(given: Any, nbytes: int) -> None:
-    assert parse_budget(given) == nbytes
+GIB = 2**30
+CARD = DeviceMemory(device="a card", available_bytes=10 * GIB, expected_state_bytes=2 * GIB)
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "text"),
+    ("budget", "nbytes"),
     [
-        ("20 potatoes", ValueError, r"budget: cannot read '20 potatoes' as bytes; write a number and one of B, KB"),
-        ("", ValueError, r"budget: cannot read ''"),
-        (0, ValueError, r"budget: 0 is no memory at all"),
-        ("0GiB", ValueError, r"budget: '0GiB' is no memory at all"),
-        (-1, ValueError, r"budget: -1 is negative"),
-        ("-3GiB", ValueError, r"budget: '-3GiB' is negative"),
-        (None, TypeError, r"budget: expected bytes as an int or a string such as '20GiB', got None"),
-        (True, TypeError, r"budget: expected bytes .* got True"),
-        (1.5, TypeError, r"budget: expected bytes .* got 1.5"),
-        ("9" * 400 + "GiB", ValueError, r"is more than any machine has"),
+        ("90%", 9 * GIB),
+        (" 50 % ", 5 * GIB),
+        ("12.5%", 10 * GIB // 8),
+        ("100%", 10 * GIB),
+        ("auto", 7 * GIB),  # 90 %, less the optimizer states that are still to come
+        ("Auto", 7 * GIB),
+        ("3GiB", 3 * GIB),
+        (12345, 12345),
     ],
 )
-def test_what_is_no_budget(given: Any, error: type[Exception], text: str) -> None:
-    from hyper_parallel import plan_memory
-
-    with pytest.raises(error, match=text):
-        parse_budget(given)
-    with pytest.raises(error, match=text):
-        plan_memory(small_profile(), given)
+def test_shares_are_of_what_the_device_can_give(budget: int | str, nbytes: int) -> None:
+    assert parse_budget(budget, memory=lambda: CARD) == nbytes
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (20 * 2**30, "20.00 GiB"), (2**51, "2048.00 TiB")],
-)
-def test_bytes_for_a_person(nbytes: int, text: str) -> None:
-    assert show_bytes(nbytes) == text
+@pytest.mark.parametrize("budget", ["0%", "101%", "100.5%", "0.0 %"])
+def test_a_percentage_out_of_range_is_refused(budget: str) -> None:
+    with pytest.raises(ValueError, match=r"a percentage is above 0 and up to 100, such as '90%'"):
+        check_budget(budget)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "text"),
-    [
-        ("min_bytes", 2**20, "1.00 MiB"),
-        ("disk_limit", 2**30, "1.00 GiB"),
-        ("attempts", 2**20, "1048576"),
-        ("host_limit", None, "not set"),
-        ("verify", False, "no"),
-        ("tiers", ("pinned", "disk"), "pinned, disk"),
-    ],
+    "budget", ["-5%", "%", "ninety%", "1e2%", "9 0%", "automatic", "90 percent", "20 potatoes", ""]
 )
-def test_settings_for_a_person(name: str, value: object, text: str) -> None:
-    assert show_setting(name, value) == text
+def test_other_words_are_refused_with_examples(budget: str) -> None:
+    with pytest.raises(ValueError, match=r"a budget is '20GiB', '500MB', a number of bytes, 'auto', or .* '90%'"):
+        check_budget(budget)
+
+
+def test_a_share_needs_a_device_with_a_limit() -> None:
+    with pytest.raises(PlanError, match=r"'auto' is a share of a device's memory, and nothing here says how much"):
+        parse_budget("auto")
+    with pytest.raises(PlanError, match=r"'90%' is a share.* and an endless card has no limit.*capacity_bytes"):
+        parse_budget("90%", memory=lambda: DeviceMemory(device="an endless card"))
+
+
+def test_an_auto_budget_that_leaves_nothing_says_what_is_there() -> None:
+    small = DeviceMemory(device="a card", available_bytes=GIB, expected_state_bytes=2 * GIB)
+    with pytest.raises(PlanError, match=r"leaves no memory: a card can give 1\.00 GiB .*states of 2\.00 GiB are still"):
+        parse_budget("auto", memory=lambda: small)
+    assert parse_budget("90%", memory=lambda: small) == int(0.9 * GIB)
+
+
+def test_amounts_do_not_ask_the_device() -> None:
+    def fails() -> DeviceMemory:
+        raise AssertionError("asked")
+
+    assert parse_budget("1KiB", memory=fails) == 1024
+
+
+class _Ranks:
+    """This rank, and another one whose row is given."""
+
+    def __init__(self, other: tuple[int, str | None]) -> None:
+        self._other = other
+
+    def gather(self, value: object) -> list[object]:
+        return [value, self._other]
+
+
+def test_of_all_ranks_the_one_with_the_least_decides() -> None:
+    assert agreed_budget("50%", lambda: CARD, _Ranks((3 * GIB, None))) == 3 * GIB
+    assert agreed_budget("20%", lambda: CARD, _Ranks((3 * GIB, None))) == 2 * GIB
+
+
+def test_a_rank_that_cannot_read_its_budget_stops_the_others() -> None:
+    with pytest.raises(PlanError, match=r"rank 1 failed, so this one stops too: PlanError: no card"):
+        agreed_budget("50%", lambda: CARD, _Ranks((0, "PlanError: no card")))
+    with pytest.raises(PlanError, match=r"has no limit to its memory"):
+        agreed_budget("50%", lambda: DeviceMemory(device="an endless card"), _Ranks((3 * GIB, None)))

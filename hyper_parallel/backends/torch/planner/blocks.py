@@ -6,19 +6,17 @@ import dataclasses
 import difflib
 import fnmatch
 import hashlib
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from hyper_parallel.backends.torch.planner.block_search import BlockRef, has_forward, near_misses, search_blocks
 from hyper_parallel.backends.torch.wrappers import ActivationWrapper
 from hyper_parallel.errors import PlanError
 
 __all__ = ["BlockRef", "ModuleLocation", "device_of", "find_blocks", "fingerprint_of", "locations_of", "refuse_wrapped"]
-
-_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,14 +33,6 @@ class ModuleLocation:
     def get(self) -> nn.Module | None:
         """The module that is there now."""
         return self.parent._modules.get(self.key)
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockRef:
-    """One block: its path from the root and the module."""
-
-    name: str
-    module: nn.Module
 
 
 def require_module(model: Any, who: str) -> nn.Module:
@@ -75,58 +65,25 @@ def locations_of(root: nn.Module, module: nn.Module) -> list[ModuleLocation]:
     return found
 
 
-def find_blocks(model: nn.Module, patterns: str | Sequence[str] | None, *, who: str) -> list[BlockRef]:
-    """The repeated blocks: those that patterns name, or every group of modules of one class in one container."""
-    blocks = _repeated(model) if patterns is None else _named(model, patterns, who)
+def find_blocks(
+    model: nn.Module,
+    patterns: str | Sequence[str] | None,
+    *,
+    who: str,
+    calls: Callable[[], Mapping[str, int]] | None = None,
+) -> list[BlockRef]:
+    """The repeated blocks: those that patterns name, or those that are found (see ``block_search``).
+
+    ``calls``: runs a step and says how often it calls each module, for models whose blocks are only repeated in time.
+    """
+    blocks = search_blocks(model, calls) if patterns is None else _named(model, patterns, who)
     refuse_wrapped(model, blocks, who)
     if blocks:
         return blocks
-    lists = sorted(
-        f"{name or 'the model'} ({type(module).__name__} of {len(module._modules)})"
-        for name, module in model.named_modules()
-        if isinstance(module, _CONTAINERS)
-    )
     raise PlanError(
-        f"{who}: {type(model).__name__} has no repeated blocks: no container holds two callable modules of one class with parts "
-        f"of their own{'; its containers are ' + ', '.join(lists[:8]) if lists else ''}. Name the modules to treat as blocks, "
-        "for example blocks='encoder.*'."
+        f"{who}: {type(model).__name__} has no repeated blocks: no container holds callable modules with parts and parameters "
+        f"of their own{near_misses(model, has_step=calls is not None)}"
     )
-
-
-def _repeated(model: nn.Module) -> list[BlockRef]:
-    blocks: list[BlockRef] = []
-    inside: set[int] = set()
-    for path, container in model.named_modules():
-        if id(container) in inside or not isinstance(container, _CONTAINERS):
-            continue
-        children = [block for block in _called_in(path, container) if block.module._modules]
-        counts = Counter(block.module.__class__ for block in children)
-        for block in children:
-            if counts[block.module.__class__] < 2 or not _has_parameters(block.module):
-                continue
-            if id(block.module) not in inside:
-                blocks.append(block)
-            inside.update(map(id, block.module.modules()))
-    return blocks
-
-
-def _called_in(path: str, container: nn.Module) -> list[BlockRef]:
-    """The modules of a container that can be called; where a child cannot, what it holds counts as the container's."""
-    found: list[BlockRef] = []
-    for key, child in container._modules.items():
-        if child is not None:
-            name = f"{path}.{key}" if path else key
-            found.extend([BlockRef(name, child)] if _has_forward(child) else _called_in(name, child))
-    return found
-
-
-def _has_forward(module: nn.Module) -> bool:
-    """False for what only holds modules (``ModuleList``, ``ModuleDict``): it is never called, so it cannot be a region."""
-    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
 
 
 def _named(model: nn.Module, patterns: str | Sequence[str], who: str) -> list[BlockRef]:
@@ -145,7 +102,7 @@ def _named(model: nn.Module, patterns: str | Sequence[str], who: str) -> list[Bl
                 "path from the model's root in which * stands for one name."
             )
         for path, module in hits:
-            if not _has_forward(module):
+            if not has_forward(module):
                 raise PlanError(
                     f"{who}: {path} (named by {pattern!r}) cannot be a block, because a {type(module).__name__} is never called; "
                     f"its modules are. Name those, for example {f'{pattern}.*'!r}."
@@ -175,7 +132,7 @@ def refuse_wrapped(model: nn.Module, blocks: Sequence[BlockRef], who: str) -> No
         if module.__dict__.get("gradient_checkpointing") is True:
             raise PlanError(
                 f"{who}: {path or type(model).__name__} does gradient checkpointing of its own, which would replay what was "
-                "planned to stay. BlockCall model.gradient_checkpointing_disable() first."
+                "planned to stay. Call model.gradient_checkpointing_disable() first."
             )
 
 

@@ -39,7 +39,10 @@ class Meter(Protocol):
         """Start a new peak."""
 
     def capacity_bytes(self) -> int | None:
-        """All bytes that this process could use; None: nothing limits them."""
+        """All bytes that this process could use: free, and held by its allocator. None: nothing limits them."""
+
+    def total_bytes(self) -> int | None:
+        """The memory of the device, whoever uses it; None: there is no end to it."""
 
     def mark(self) -> Mark:
         """This moment on the device."""
@@ -88,8 +91,14 @@ class AcceleratorMeter:
 
     def capacity_bytes(self) -> int | None:
         """See :class:`Meter`."""
-        free, _ = self._module.mem_get_info(self._device)
-        return int(free) + self._statistic("reserved_bytes.all.current")
+        free, total = self._module.mem_get_info(self._device)
+        available = int(free) + self._statistic("reserved_bytes.all.current")
+        fraction = getattr(self._module, "get_per_process_memory_fraction", None)  # not in every device's module
+        return available if fraction is None else min(available, int(total * fraction(self._device)))
+
+    def total_bytes(self) -> int | None:
+        """See :class:`Meter`."""
+        return int(self._module.mem_get_info(self._device)[1])
 
     def mark(self) -> Mark:
         """See :class:`Meter`."""
@@ -141,7 +150,11 @@ class SimulatedMeter:
 
     def capacity_bytes(self) -> int | None:
         """See :class:`Meter`."""
-        return None
+        return self._simulation.capacity_bytes
+
+    def total_bytes(self) -> int | None:
+        """See :class:`Meter`."""
+        return self._simulation.capacity_bytes
 
     def mark(self) -> Mark:
         """See :class:`Meter`."""

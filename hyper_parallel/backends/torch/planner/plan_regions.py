@@ -18,6 +18,7 @@ from hyper_parallel.backends.torch.planner.blocks import BlockRef, fingerprint_o
 from hyper_parallel.backends.torch.planner.compiled import refuse_compiled
 from hyper_parallel.backends.torch.planner.op_names import op_name, op_overload
 from hyper_parallel.backends.torch.planner.replacements import AppliedBlocks, Replacements
+from hyper_parallel.backends.torch.planner.step_inputs import InputWatch
 from hyper_parallel.config import SwapConfig, current_config, show_bytes
 from hyper_parallel.core.activation_checkpoint.activation_checkpoint import CheckpointPolicy
 from hyper_parallel.core.activation_checkpoint.policy import PolicyTable
@@ -83,12 +84,22 @@ class _ByOccurrence(PolicyTable):
 class AppliedPlan(AppliedBlocks):
     """A plan on a model: ``stats()``, ``report(path)``, ``remove()``, or a ``with`` block."""
 
-    def __init__(self, replacements: Replacements, plan: Plan, device_bytes: int | None) -> None:
+    def __init__(
+        self, replacements: Replacements, plan: Plan, device_bytes: int | None, watch: InputWatch | None = None
+    ) -> None:
         super().__init__(replacements)
+        self._watch = watch
         self.plan = plan
         self.device_bytes = device_bytes
         self.measured: StepMeasure | None = None  # filled by fit_memory
         self.history: tuple[Mapping[str, Any], ...] = ()
+        self.stored_at: str | None = None  # the file of a store of plans that it came from, where nothing was planned
+
+    def remove(self) -> None:
+        """Put the model back as it was; nothing happens the second time."""
+        if self._watch is not None:
+            self._watch.remove()
+        super().remove()
 
     def stats(self) -> Mapping[str, Any]:
         """What was planned, what was measured of it, and what the engine counted since it was applied."""
@@ -101,6 +112,7 @@ class AppliedPlan(AppliedBlocks):
             "reserved_bytes": None if self.measured is None else self.measured.reserved_bytes,
             "device_bytes": self.device_bytes,
             "regions": len(self._replacements),
+            "stored_at": self.stored_at,
             "history": list(self.history),
             **self._counted(),
         }
@@ -168,7 +180,11 @@ def apply_plan(model: Any, plan: Any, *, device_bytes: int | None = None) -> App
     except BaseException:
         replacements.restore()
         raise
-    return AppliedPlan(replacements, plan, device_bytes)
+    watch = None
+    if plan.inputs is not None:
+        watch = InputWatch(plan.inputs, plan.budget_bytes)
+        watch.put_on(model)
+    return AppliedPlan(replacements, plan, device_bytes, watch)
 
 
 def _modules_of(model: nn.Module, plan: Plan, who: str) -> list[tuple[str, nn.Module, RegionPlan]]:

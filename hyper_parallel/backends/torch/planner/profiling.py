@@ -26,13 +26,14 @@ from hyper_parallel.backends.torch.devices import backend_for
 from hyper_parallel.backends.torch.planner.blocks import (
     BlockRef,
     device_of,
-    find_blocks,
     fingerprint_of,
     require_module,
 )
+from hyper_parallel.backends.torch.planner.device_memory import memory_of, optimizers_of
 from hyper_parallel.backends.torch.planner.kinds import group_by_kind, make_kind, shared_storages
 from hyper_parallel.backends.torch.planner.links import engine_settings, far_caps, measure_link
 from hyper_parallel.backends.torch.planner.meters import Meter, meter_for
+from hyper_parallel.backends.torch.planner.module_calls import find_blocks_of_step
 from hyper_parallel.backends.torch.planner.op_observer import ObservedCall
 from hyper_parallel.backends.torch.planner.segments import (
     backward_seconds,
@@ -63,6 +64,7 @@ from hyper_parallel.core.activation_checkpoint.timing import LinkSpan
 from hyper_parallel.errors import BudgetTooSmallError
 from hyper_parallel.planner.block_trace import replayed_ops
 from hyper_parallel.planner.profile import BaseBytes, Block, BlockKind, HostCost, Measured, Profile
+from hyper_parallel.planner.step_inputs import StepInputs
 from hyper_parallel.records.versions import Versions
 
 __all__ = ["profile_memory"]
@@ -90,7 +92,7 @@ def profile_memory(
     require_step(step, who)
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"{who}: steps says how many steps are timed, 1 or more; got {steps!r}")
-    found = find_blocks(model, blocks, who=who)
+    found = find_blocks_of_step(model, blocks, step, who=who)
     device = device_of(model, who)
     meter = meter_for(device, who=who)
     with contextlib.nullcontext() if is_guarded else restored_after(model, device, who=who):
@@ -102,6 +104,7 @@ class _Trials:
     """The results of all trial steps of one profile."""
 
     calls: Sequence[ObservedCall]  # of the survey, in order
+    inputs: StepInputs | None  # of the survey
     kinds: Sequence[int]  # of each call
     stand_ins: Sequence[int]  # of each kind, the call that was observed
     base: BaseBytes
@@ -134,6 +137,7 @@ class _Profiler:
         self.steps = steps
         self.agrees = agrees
         self.spans: list[LinkSpan] = []
+        self.memory = memory_of(model, meter)
 
     def run(self) -> Profile:
         """All trials, then the record."""
@@ -149,6 +153,7 @@ class _Profiler:
         return self._record(
             _Trials(
                 calls=survey.calls,
+                inputs=survey.inputs,
                 kinds=kinds,
                 stand_ins=stand_ins,
                 base=base,
@@ -256,6 +261,8 @@ class _Profiler:
             link=measure_link(backend, self.meter, self.spans),
             far=far_caps(config),
             engine=engine_settings(config),
+            inputs=trials.inputs,
+            device_memory=self.memory,
             # A simulated device is the host, and its time is counted already.
             host=HostCost()
             if self.meter.is_simulated
@@ -316,10 +323,8 @@ def _optimizer_states(model: nn.Module) -> list[torch.Tensor]:
     """The states of every optimizer that holds one of the model's parameters."""
     mine = set(map(id, model.parameters()))
     found: list[torch.Tensor] = []
-    for thing in gc.get_objects():
-        if not issubclass(type(thing), torch.optim.Optimizer):
-            continue
-        for parameter, state in thing.state.items():
+    for optimizer in optimizers_of(model):
+        for parameter, state in optimizer.state.items():
             if id(parameter) in mine:
                 found += [value for value in state.values() if isinstance(value, torch.Tensor) and value.dim() > 0]
     return found

@@ -12,6 +12,7 @@ from torch import nn
 
 from hyper_parallel.backends.torch.checkpointing import checkpoint
 from hyper_parallel.backends.torch.planner.blocks import BlockRef, find_blocks, require_module
+from hyper_parallel.backends.torch.planner.module_calls import find_blocks_of_step
 from hyper_parallel.backends.torch.planner.module_paths import ModulePaths
 from hyper_parallel.backends.torch.planner.op_names import op_name
 from hyper_parallel.backends.torch.planner.replacements import AppliedBlocks, Replacements
@@ -170,7 +171,7 @@ def apply_rules(
     require_module(model, who)
     if step is not None:
         require_step(step, who)
-    found = find_blocks(model, blocks, who=who)
+    found = find_blocks(model, blocks, who=who) if step is None else find_blocks_of_step(model, blocks, step, who=who)
     if not rules.may_match_nothing:
         rules.check_modules(_module_paths(found))
         rules.check_op_names(_known_ops())

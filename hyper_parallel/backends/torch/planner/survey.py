@@ -17,13 +17,16 @@ from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.backends.torch.checkpointing import checkpoint
 from hyper_parallel.backends.torch.graph import is_in_backward
-from hyper_parallel.backends.torch.planner.blocks import BlockRef, device_of, find_blocks, require_module
+from hyper_parallel.backends.torch.planner.blocks import BlockRef, device_of, require_module
+from hyper_parallel.backends.torch.planner.module_calls import find_blocks_of_step
 from hyper_parallel.backends.torch.planner.module_paths import ModulePaths
 from hyper_parallel.backends.torch.planner.op_observer import ObservedCall, OpObserver
 from hyper_parallel.backends.torch.planner.replacements import Replacements
+from hyper_parallel.backends.torch.planner.step_inputs import shapes_of
 from hyper_parallel.backends.torch.planner.trial_guard import restored_after
 from hyper_parallel.errors import PlanError
 from hyper_parallel.planner.rules import INPUT, OpRow, OpTable
+from hyper_parallel.planner.step_inputs import InputShape, StepInputs
 
 __all__ = ["Survey", "list_ops", "require_step", "surveyed"]
 
@@ -40,7 +43,16 @@ class Survey:
     """What one step ran, in order."""
 
     calls: list[ObservedCall] = dataclasses.field(default_factory=list)
+    shapes: list[tuple[InputShape, ...]] = dataclasses.field(default_factory=list)  # of each call's arguments
+    inputs: StepInputs | None = None  # of the model; where the step calls only modules inside, of the first block
     has_backward: bool = False
+
+    def add_inputs(self, path: str, tensors: tuple[InputShape, ...]) -> None:
+        """Write down what the model, or one of its blocks, was called with."""
+        if self.inputs is None:
+            self.inputs = StepInputs(module=path, tensors=tensors)
+        elif self.inputs.module == path:
+            self.inputs = self.inputs.merged(tensors)
 
     def check(self, who: str, blocks: Sequence[BlockRef]) -> None:
         """Refuse a step that runs no block with gradients, or no backward."""
@@ -67,11 +79,13 @@ class _SurveyedBlock:
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        output = checkpoint(self._forward(function), *args, swap_inputs=True, **kwargs)
+        shapes = shapes_of(self._block.module, args, kwargs)
+        self._survey.add_inputs(self._block.name, shapes)
+        output = checkpoint(self._forward(function, shapes), *args, swap_inputs=True, **kwargs)
         on_backward(output, self._has_backward)
         return output
 
-    def _forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _forward(self, function: Callable[..., Any], shapes: tuple[InputShape, ...]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if is_in_backward():
                 return function(*args, **kwargs)
@@ -79,6 +93,7 @@ class _SurveyedBlock:
             with observer.watching(args, kwargs, sees_saved=False):
                 output = function(*args, **kwargs)
             self._survey.calls.append(observer.seen)
+            self._survey.shapes.append(shapes)
             return output
 
         return forward
@@ -98,12 +113,19 @@ def on_backward(output: Any, callback: Callable[[Any], None]) -> None:
 def surveyed(model: nn.Module, blocks: Sequence[BlockRef]) -> Iterator[Survey]:
     """Blocks that are replayed and observed; they are put back at the end."""
     survey, paths, replacements = Survey(), ModulePaths(), Replacements(model)
+
+    def add_model_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.is_grad_enabled():
+            survey.add_inputs("", shapes_of(module, args, kwargs))
+
+    hook = model.register_forward_pre_hook(add_model_inputs, with_kwargs=True)
     try:
         paths.watch(blocks)
         for block in blocks:
             replacements.wrap(block.name, block.module, _SurveyedBlock(block, paths, survey))
         yield survey
     finally:
+        hook.remove()
         paths.remove()
         replacements.restore()
 
@@ -113,7 +135,7 @@ def list_ops(model: Any, step: Callable[[], Any], *, blocks: str | Sequence[str]
     who = "list_ops"
     require_module(model, who)
     require_step(step, who)
-    found = find_blocks(model, blocks, who=who)
+    found = find_blocks_of_step(model, blocks, step, who=who)
     with restored_after(model, device_of(model, who), who=who):
         with surveyed(model, found) as survey:
             step()
