@@ -453,7 +453,7 @@ def hooks_left(device):
     if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
         faults.append("saved-tensor hooks were left on this thread")
         torch._C._autograd._pop_saved_tensors_default_hooks()
-        marks._THIS_THREAD.bottom = None  # or the next program would start with the damage of this one
+        marks.THIS_THREAD.bottom = None  # or the next program would start with the damage of this one
     if torch._C._len_torch_dispatch_stack():
         faults.append("a dispatch mode was left on this thread")
     if device != "cpu" and hooks_of_device_thread(device):
