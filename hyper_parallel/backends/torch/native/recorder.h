@@ -26,6 +26,7 @@ inline Tape::Tape(
       swaps_(std::move(swaps)),
       opened_in_task_(torch::autograd::get_current_graph_task_id()),
       settings_{Settings::now()} {
+  counters().live_tapes.fetch_add(1, std::memory_order_relaxed);
   const Sizes last = belief_->last_sizes();
   ops_.reserve(last.ops);
   arguments_.reserve(last.arguments);
@@ -34,6 +35,8 @@ inline Tape::Tape(
   slot_by_storage_.reserve(last.slots);
   handles_.reserve(last.handles);
 }
+
+inline Tape::~Tape() { counters().live_tapes.fetch_sub(1, std::memory_order_relaxed); }
 
 inline void Tape::stop(std::string reason) {
   if (reason_.empty()) reason_ = std::move(reason);

@@ -195,6 +195,7 @@ class Replay;
 class Tape : public std::enable_shared_from_this<Tape> {
  public:
   Tape(std::string where, std::shared_ptr<Belief> belief, Limits limits, std::shared_ptr<Fates> fates, Swaps swaps);
+  ~Tape();
 
   // Recorder.
   struct Draft;  // one op, between its call and its return
@@ -322,6 +323,7 @@ struct Counters {
   std::atomic<uint64_t> recorded_ops{0};
   std::atomic<uint64_t> replayed_ops{0};
   std::atomic<uint64_t> replays{0};
+  std::atomic<int64_t> live_tapes{0};
 };
 Counters& counters();
 
