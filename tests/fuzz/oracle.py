@@ -137,7 +137,7 @@ def _compare(program: Program, names: dict[str, Any], reference: Any, ours: Any,
 
 
 def _equals_another_way(names: dict[str, Any], ours: Any, device: str) -> bool:
-    """Under hooks torch replays less often, and a tape runs no Python again: a planned error may then come later, or not at all."""
+    """Under hooks torch replays less often, and a tape runs no Python again: a planned error may come later, or not at all."""
     ways = (doors.Plain("alike"), doors.Plain("hooked"), doors.Plain("once"))
     return any(harness.run_once(names, way, device).entries == ours.entries for way in ways)
 
