@@ -261,6 +261,23 @@ def test_a_planned_error_that_a_tape_never_meets_is_judged_by_a_run_whose_python
     assert judge(program).kind == "equal"
 
 
+@pytest.mark.parametrize(("repeats", "kind"), [(True, "mismatch"), (False, "unjudged")])
+def test_a_program_whose_plain_run_does_not_repeat_itself_proves_nothing(
+    monkeypatch: pytest.MonkeyPatch, repeats: bool, kind: str
+) -> None:
+    run_once, runs = harness.run_once, []
+
+    def with_other_results(names: dict[str, Any], way: Any, device: str) -> Any:
+        outcome = run_once(names, way, device)
+        runs.append(way)
+        is_plain = isinstance(way, Plain) and way.way == "plain"
+        outcome.entries[-1] = ("last", "plain" if is_plain and repeats else str(len(runs)))
+        return outcome
+
+    monkeypatch.setattr(harness, "run_once", with_other_results)
+    assert judge(CHAIN).kind == kind
+
+
 def test_a_graph_that_is_a_cycle_without_us_is_not_our_leak() -> None:
     """``save_on_cpu`` keeps a value that is on the CPU itself, also one that the graph's last node saved of its own output."""
     program = small(
