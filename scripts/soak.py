@@ -3,14 +3,16 @@
     python scripts/soak.py --steps 10000 --output soak.json
 
 Shapes change every step; experts get no tokens; every hundredth step raises, in forward, in backward or in a replay; every
-two hundredth a model is dropped and another one built; far memory changes between pinned, pageable and disk. Every step is
-compared with the same step without us, bitwise, at a sample of the steps. Samples of device bytes, far memory, resident memory,
-descriptors, threads and Python objects must be flat. Exit status: 0 flat, 1 not, 2 wrong usage.
+two hundredth a model is dropped and another one built; far memory changes between pinned, pageable and disk. Some regions run
+from a tape (alone, with swapped ops, with a gradient inside) and one runs its Python again. A sample of the steps is compared
+with the same step without us, bitwise. Samples of device bytes, far memory, resident memory, descriptors, threads and Python
+objects must be flat, and no tape may be left. Exit status: 0 flat, 1 not, 2 wrong usage.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import gc
@@ -33,6 +35,8 @@ os.environ.setdefault("HYPER_PARALLEL_PLATFORM", "torch")
 import torch  # noqa: E402
 
 import hyper_parallel as hp  # noqa: E402
+from hyper_parallel.backends.torch import native  # noqa: E402
+from hyper_parallel.core.activation_checkpoint.policy import ByOpName  # noqa: E402
 from hyper_parallel.testing import simulated_accelerator  # noqa: E402
 
 WIDTH = 16
@@ -86,6 +90,21 @@ class Layer(torch.nn.Module):
         return x + self.down(y)
 
 
+class Slope(torch.nn.Module):
+    """Takes a gradient inside forward, through which the step differentiates again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Two steps downhill."""
+        for _ in range(2):
+            (slope,) = torch.autograd.grad(self.up(x).sin().sum(), x, create_graph=True)
+            x = x - 0.1 * slope
+        return x
+
+
 def _raise(grad: torch.Tensor) -> None:
     raise PlannedError
 
@@ -96,15 +115,21 @@ def swap_matmuls(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> hp.CheckpointP
     return policies.MUST_SWAP if op.overloadpacket.__name__ in ("addmm", "mm") else policies.PREFER_RECOMPUTE
 
 
+SWAPPED_MATMULS = ByOpName({"addmm": hp.CheckpointPolicy.MUST_SWAP}, otherwise=hp.CheckpointPolicy.PREFER_RECOMPUTE)
+"""The same as a table, with which a region runs from a tape."""
+
+
 def make_model(seed: int, trouble: list[str], *, wrapped: bool) -> torch.nn.Sequential:
-    """Four blocks, each wrapped in its own way."""
+    """Blocks, each wrapped in its own way."""
     torch.manual_seed(seed)
-    blocks: list[Any] = [Layer(trouble), Experts(), Layer(trouble), Layer(trouble)]
+    blocks: list[Any] = [Layer(trouble), Experts(), Layer(trouble), Layer(trouble), Layer(trouble), Slope()]
     if wrapped:
         blocks[0] = hp.swap_wrapper(blocks[0])
         blocks[1] = hp.checkpoint_wrapper(hp.swap_wrapper(blocks[1]), swap_inputs=True)
         blocks[2] = hp.checkpoint_wrapper(blocks[2], policy_fn=swap_matmuls, swap_inputs=True)
         blocks[3] = hp.checkpoint_wrapper(hp.swap_wrapper(blocks[3]))
+        blocks[4] = hp.checkpoint_wrapper(blocks[4], policy_fn=SWAPPED_MATMULS, swap_inputs=True)
+        blocks[5] = hp.checkpoint_wrapper(blocks[5])
     return torch.nn.Sequential(*blocks)
 
 
@@ -132,6 +157,7 @@ class Sample:
     descriptors: int
     threads: int
     objects: int
+    live_tapes: int
 
 
 def look(number: int, live_bytes: int) -> Sample:
@@ -151,7 +177,14 @@ def look(number: int, live_bytes: int) -> Sample:
         descriptors=len(os.listdir("/proc/self/fd")),
         threads=threading.active_count(),
         objects=len(gc.get_objects()),
+        live_tapes=live_tapes(),
     )
+
+
+def live_tapes() -> int:
+    """How many recordings this process holds."""
+    recorder = native.load()
+    return 0 if recorder is None else int(recorder.counters()["live_tapes"])
 
 
 class Soak:
@@ -162,7 +195,8 @@ class Soak:
         self._folder = folder
         self._trouble: list[str] = []
         self.samples: list[Sample] = []
-        self.errors = self.models = self.compared = 0
+        self.errors = self.models = self.compared = self.from_tape = 0
+        self.from_python: collections.Counter[str] = collections.Counter()
 
     def run(self, steps: int, sample_every: int) -> Iterator[int]:
         """Yields the number of steps done so far, after each."""
@@ -180,6 +214,9 @@ class Soak:
                         self._build()
                     yield number + 1
                 self._model = self._plain = None
+            stats = hp.stats()
+            self.from_tape += stats.regions_from_tape
+            self.from_python.update(stats.regions_from_python)
             hp.SwapManager().reset()
             number += 1
 
@@ -229,6 +266,8 @@ def growth(samples: list[Sample], tiers_change_every: int = TIERS_CHANGE_EVERY) 
             )
         if sample.device_bytes:
             problems.append(f"step {sample.step}: {sample.device_bytes} device bytes are left")
+        if sample.live_tapes:
+            problems.append(f"step {sample.step}: {sample.live_tapes} tapes are left")
     settled = samples[len(samples) // 3 :]
     early, late = settled[: len(settled) // 2], settled[len(settled) // 2 :]
     # Different far memory holds different things: the worst of one half is compared with the worst of the other.
@@ -267,6 +306,8 @@ def main() -> int:
             pass
         left = os.listdir(folder)
     problems = growth(soak.samples) + [f"left in the folder: {name}" for name in left]
+    if native.load() is not None and not soak.from_tape:
+        problems.append("no region ran from a tape")
     record = {
         "schema": 1,
         "steps": options.steps,
@@ -274,6 +315,8 @@ def main() -> int:
         "errors_survived": soak.errors,
         "models_built": soak.models,
         "steps_compared_bitwise": soak.compared,
+        "regions_from_tape": soak.from_tape,
+        "regions_from_python": dict(soak.from_python),
         "problems": problems,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "command": f"python scripts/soak.py --steps {options.steps} --seed {options.seed} --sample-every {options.sample_every}",
@@ -282,7 +325,8 @@ def main() -> int:
     options.output.write_text(json.dumps(record, indent=1) + "\n")
     print(
         f"{options.steps} steps in {record['seconds']:.0f} s, {soak.errors} errors, {soak.models} models, "
-        f"{soak.compared} compared, {len(soak.samples)} samples: {'; '.join(problems) or 'flat'}; {options.output}"
+        f"{soak.compared} compared, {len(soak.samples)} samples, {soak.from_tape} regions from a tape: "
+        f"{'; '.join(problems) or 'flat'}; {options.output}"
     )
     return 1 if problems else 0
 

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import inspect
 import threading
+import weakref
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,6 +32,7 @@ class Plain:
     error inside backward, is not our leak.
     ``alike``: hooks that keep every value stand where ours do, and tensors come by position where we pass them so. Both
     change how often torch replays nested checkpoints.
+    ``once``: our checkpoints run their Python once, as a tape does; torch's own are as they are.
     """
 
     def __init__(self, way="plain"):
@@ -44,7 +46,7 @@ class Plain:
     def _hooks(self):
         if self.way not in ("hooked", "alike"):
             return contextlib.nullcontext()
-        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor.detach(), tensor._version), unchanged)
+        return torch.autograd.graph.saved_tensors_hooks(Kept, unchanged)
 
     def swap(self, function, *args, policy_fn=None, swap_config=None, **kwargs):
         with self._hooks():
@@ -53,7 +55,7 @@ class Plain:
     def checkpoint(
         self, function, *args, swap_inputs=False, policy_fn=None, swap_config=None, early_stop=True, **kwargs
     ):
-        if self.way in ("exact", "bare"):
+        if self.way in ("exact", "bare", "once"):
             return function(*args, **kwargs)
         if self.way == "alike":
             function, args, kwargs = by_position(function, args, kwargs, takes_box=swap_inputs)
@@ -149,11 +151,21 @@ class Block(torch.nn.Module):
         return self.function(*args, **kwargs)
 
 
+KEPT = []  # weak references to what the hooks of the run that goes on keep
+
+
+class Kept:
+    """A value that hooks keep as it is."""
+
+    def __init__(self, tensor):
+        self.tensor, self.version = tensor.detach(), tensor._version
+        KEPT.append(weakref.ref(self))
+
+
 def unchanged(kept):
-    tensor, version = kept
-    if tensor._version != version:
+    if kept.tensor._version != kept.version:
         raise RuntimeError("a saved tensor was modified by an inplace operation")
-    return tensor
+    return kept.tensor
 
 
 # ---------------------------------------------------------------- policies

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from fuzz.doors import Plain, Planned, Tick
+from fuzz.doors import KEPT, Plain, Planned, Tick
 
 HELD = (
     "records outlived",
@@ -402,6 +402,7 @@ def run_once(program, hp, device):
     if is_ours:
         hp.SwapManager().reset()
     gc.disable()
+    KEPT.clear()
     try:
         with device_of(program["SETTINGS"], device) as live_bytes:
             before = live_bytes()
@@ -428,6 +429,7 @@ def run_once(program, hp, device):
         gc.enable()
     outcome = Outcome(entries, faults, facts)
     outcome.left_bytes = left
+    outcome.left_values = sum(kept() is not None for kept in KEPT)
     return outcome
 
 
@@ -470,7 +472,9 @@ def faults_of(program, reference, ours, device):
         return faults
     # A value changed by a region that saved it is a cycle of torch's own, and an error inside backward leaves more behind
     # under any hooks; both hold what we saved for them as well.
-    is_torch = reference.left_bytes or run_once(program, Plain("hooked"), device).left_bytes
+    # Values without elements have no bytes; whether the graph that saved them is left is told by what the hooks made of them.
+    hooked = run_once(program, Plain("hooked"), device)
+    is_torch = reference.left_bytes or hooked.left_bytes or hooked.left_values
     has_raised = [value for _, value in ours.entries if value == "in-place"]
     has_raised_alone = has_raised and not [value for _, value in reference.entries if value == "in-place"]
     # Of an error that ended a thread, torch keeps the last node for a while, with us and without us.

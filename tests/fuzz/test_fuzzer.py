@@ -246,6 +246,54 @@ def test_a_planned_error_that_only_our_run_meets_is_blamed(monkeypatch: pytest.M
     assert judge(program).kind == "mismatch"
 
 
+def test_a_planned_error_that_a_tape_never_meets_is_judged_by_a_run_whose_python_runs_once() -> None:
+    """Torch's reentrant checkpoint raises in backward; where our region runs its Python again, the planned error comes first."""
+    inner = Span(kind="torch_reentrant", body=(op("square"), op("amax"), op("hooked"), op("square")))
+    program = small(
+        Span(kind="checkpoint", body=(op("foreign_thinned"), inner, op("batch_norm"))),
+        inputs=(Tensor(shape=(0, 1)),),
+        threads=((Action(kind="forward"), Action(kind="fail_backward", at=9, retain=True)),),
+    )
+    names = compiled(program)
+    plain, once = (harness.run_once(names, way, "cpu").entries for way in (Plain(), Plain("once")))
+    assert plain[-1] == ("0: 1 fail_backward 0 error", "planned")
+    assert once[-1] == ("0: 1 fail_backward 0 error", "other")
+    assert judge(program).kind == "equal"
+
+
+@pytest.mark.parametrize(("repeats", "kind"), [(True, "mismatch"), (False, "unjudged")])
+def test_a_program_whose_plain_run_does_not_repeat_itself_proves_nothing(
+    monkeypatch: pytest.MonkeyPatch, repeats: bool, kind: str
+) -> None:
+    run_once, runs = harness.run_once, []
+
+    def with_other_results(names: dict[str, Any], way: Any, device: str) -> Any:
+        outcome = run_once(names, way, device)
+        runs.append(way)
+        is_plain = isinstance(way, Plain) and way.way == "plain"
+        outcome.entries[-1] = ("last", "plain" if is_plain and repeats else str(len(runs)))
+        return outcome
+
+    monkeypatch.setattr(harness, "run_once", with_other_results)
+    assert judge(CHAIN).kind == kind
+
+
+def test_a_graph_that_is_a_cycle_without_us_is_not_our_leak() -> None:
+    """``save_on_cpu`` keeps a value that is on the CPU itself, also one that the graph's last node saved of its own output."""
+    program = small(
+        Span(kind="checkpoint", body=(op("foreign_shake_"),), policy=Policy(otherwise="MUST_SWAP")),
+        Span(kind="save_on_cpu", body=(op("function_dirty_"),)),
+        inputs=(Tensor(shape=(0, 1)),),
+        threads=((Action(kind="forward"),),),
+    )
+    names = compiled(program)
+    hooked, ours = (harness.run_once(names, way, "cpu") for way in (Plain("hooked"), hyper_parallel))
+    assert hooked.left_values
+    assert not hooked.left_bytes
+    assert any("records outlived" in fault for fault in ours.faults)
+    assert judge(program).kind == "equal"
+
+
 def test_the_exact_run_is_the_bare_run_where_nothing_is_changed_in_place() -> None:
     """Its copies keep their strides, so the same kernels run, whichever those are on this processor."""
     expanded = torch.randn(4, 1, dtype=torch.float64).expand(4, 32)

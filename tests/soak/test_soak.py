@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from hyper_parallel.backends.torch import native
+
 _ROOT = Path(__file__).resolve().parents[2]
 _STEPS = 240
 
@@ -38,6 +40,8 @@ def test_a_short_run_is_flat_and_says_what_it_did(tmp_path: Path) -> None:
     assert record["problems"] == []
     assert (record["steps"], record["errors_survived"], len(record["samples"])) == (_STEPS, 2, 12)
     assert record["steps_compared_bitwise"] >= 10
+    if native.load() is not None:
+        assert record["regions_from_tape"] >= 3 * _STEPS, record["regions_from_python"]
 
 
 def _flat(soak: Any) -> list[Any]:
@@ -52,6 +56,7 @@ def _flat(soak: Any) -> list[Any]:
             descriptors=9,
             threads=1,
             objects=10**5,
+            live_tapes=0,
         )
         for number in range(30)
     ]
@@ -72,6 +77,7 @@ def test_flat_samples_are_flat(soak: Any) -> None:
         ("lent_bytes", 1),
         ("live_records", 1),
         ("device_bytes", 1),
+        ("live_tapes", 1),
     ],
 )
 def test_growth_is_seen(soak: Any, name: str, by: int) -> None:

@@ -25,10 +25,12 @@ from hyper_parallel.testing import simulated_accelerator
 
 from .models import RECORDED, WIDTH, ChangedUnseen, Effects, LargeBuffer, OwnKernel, mlp
 from .test_mechanism import (
+    test_gradients_that_are_differentiated_again_inside_a_region_run_no_earlier_ops_again,
     test_gradients_that_are_taken_inside_a_region_run_no_earlier_ops_again,
     test_the_backward_of_a_retained_graph_holds_the_values_of_one_region,
 )
 from .test_policies import SWAP_ALL
+from .test_settings import ATTENTION, PRECISION, each_op_runs_again_under
 from .test_values import (
     are_equal,
     once,
@@ -435,8 +437,11 @@ PROGRAMS: dict[str, Program] = {
     "grad_mode": every_op_runs_in_the_grad_mode_of_forward,
     "settings": ops_run_under_the_default_dtype_of_forward,
     "settings_of_op": test_each_op_runs_again_under_the_settings_that_it_ran_under,
+    "settings_of_precision": lambda: each_op_runs_again_under(PRECISION["float32 matmuls"]),
+    "settings_of_attention": lambda: each_op_runs_again_under(ATTENTION["flash"]),
     "unseen_by_counter": test_a_change_that_the_version_counter_does_not_show_is_read_as_the_plain_step_reads_it,
     "living_values": test_gradients_that_are_taken_inside_a_region_run_no_earlier_ops_again,
+    "costly_values": test_gradients_that_are_differentiated_again_inside_a_region_run_no_earlier_ops_again,
     "drop_served": test_the_backward_of_a_retained_graph_holds_the_values_of_one_region,
     "drop_made": remade_values_of_a_retained_graph_go,
     "small_buffers": a_small_buffer_is_read_as_forward_read_it,

@@ -334,6 +334,29 @@ def test_gradients_that_are_taken_inside_a_region_run_no_earlier_ops_again() -> 
     assert ops_of_forward(16) == 2 * ops_of_forward(8)
 
 
+def test_gradients_that_are_differentiated_again_inside_a_region_run_no_earlier_ops_again() -> None:
+    """The graphs of earlier steps of the loop live, and their values could be made only from the region's beginning."""
+
+    def region(x: torch.Tensor, steps: int) -> torch.Tensor:
+        for _ in range(steps):
+            (slope,) = torch.autograd.grad(x.sin().exp().cos().sum(), x, create_graph=True)
+            x = x - 0.1 * slope
+        return x * x
+
+    def ops_of_forward(steps: int) -> int:
+        x = torch.linspace(-1, 1, WIDTH).requires_grad_()
+        (wanted,) = torch.autograd.grad(region(x, steps).sum(), x)
+        for _ in range(3):  # proves the sequence
+            output = hp.checkpoint(region, x, steps)
+            assert torch.equal(torch.autograd.grad(output.sum(), x)[0], wanted)
+        before = replayed_ops()
+        hp.checkpoint(region, x, steps)
+        return replayed_ops() - before
+
+    few, many = ops_of_forward(8), ops_of_forward(32)
+    assert many <= 5 * few, f"{few} ops for 8 steps, {many} for 32"
+
+
 def test_a_lazy_module_runs_from_a_tape_once_it_has_its_parameters() -> None:
     model = nn.Sequential(nn.LazyLinear(WIDTH), nn.Tanh())
     for _ in range(3):

@@ -184,3 +184,41 @@ def test_rules_and_presets_run_from_tapes() -> None:
     assert stats.regions_from_tape == 8
     assert stats.swapped_out_bytes > 0
     assert dict(stats.regions_from_python) == {}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tensors_that_are_exchanged_right_after_a_swapped_op_give_the_plain_bytes(policy: str) -> None:
+    """``torch.utils.swap_tensors`` refuses a tensor to which anybody else refers."""
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        one = x.sin().detach()
+        other = one * 2
+        torch.utils.swap_tensors(one, other)
+        return one.exp() * other.cos() * x
+
+    x = torch.randn(64, 64, requires_grad=True)
+    (wanted,) = torch.autograd.grad(region(x).sum(), x)
+    for _ in range(2):
+        with simulated_accelerator("lazy"):
+            (found,) = torch.autograd.grad(with_policy(policy)(region, x).sum(), x)
+        assert torch.equal(found, wanted)
+    assert dict(hp.stats().regions_from_python) == {}
+
+
+def test_a_module_whose_parameters_are_exchanged_on_conversion_is_converted_right_after_a_swapped_op() -> None:
+    def region(x: torch.Tensor, module: nn.Module) -> torch.Tensor:
+        output: torch.Tensor = module.to(torch.float64)(x.exp().double())
+        return output.sin()
+
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        x = torch.randn(8, WIDTH, requires_grad=True)
+        found = []
+        for run in (plain, with_policy("all swapped"), with_policy("all swapped")):
+            torch.manual_seed(0)
+            with simulated_accelerator("lazy"):
+                found.append(torch.autograd.grad(run(region, x, nn.Linear(WIDTH, WIDTH)).sum(), x)[0])
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert torch.equal(found[1], found[0])
+    assert torch.equal(found[2], found[0])

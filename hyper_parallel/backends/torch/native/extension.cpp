@@ -218,6 +218,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     all["recorded_ops"] = counters().recorded_ops.load();
     all["replayed_ops"] = counters().replayed_ops.load();
     all["replays"] = counters().replays.load();
+    all["live_tapes"] = counters().live_tapes.load();
     return all;
   });
   module.attr("unpack") = py::reinterpret_steal<py::object>(PyCFunction_New(&unpack_method, nullptr));

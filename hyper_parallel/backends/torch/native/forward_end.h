@@ -9,12 +9,11 @@
 namespace hyper_parallel {
 
 inline void Tape::abandon() {
-  std::vector<at::Tensor> originals;  // dropped after the lock: their graph may hold handles of this tape
+  std::vector<torch::autograd::Edge> graphs;  // dropped after the lock: they may hold handles of this tape
   auto lock = locked(mutex_);
   for (Slot& slot : slots_) {
-    for (Held& entry : slot.held) originals.push_back(std::move(entry.original));
+    for (Held& entry : slot.held) graphs.push_back(std::move(entry.history));
   }
-  for (auto& [slot, tensor] : pending_swaps_) originals.push_back(std::move(tensor));
   pending_swaps_.clear();
   stop("its forward raised");
 }
@@ -24,7 +23,6 @@ inline void Tape::close() {
   collect_dead();
   swap_pending();
   is_open_ = false;
-  if (!(*settings_.front() == Settings::now())) stop("it changes settings under which kernels run (default dtype, determinism)");
   slot_by_storage_ = {};
   belief_->note_sizes({ops_.size(), arguments_.size(), refs_.size(), slots_.size(), handles_.size()});
   for (Handle& handle : handles_) {
@@ -55,19 +53,13 @@ inline void Tape::copy_held(const std::vector<at::Tensor>& tensors) {
   }
 }
 
-inline bool has_history(const at::Tensor& tensor) {
-  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
-  return meta != nullptr && meta->grad_fn_ != nullptr;
-}
-
 // The pack hook of every tape, which the extension sets.
 inline PyCFunction pack_of_tapes = nullptr;
 
-// Whether it is a leaf, or a view or a cast of one: a weight, as `is_parameter_derived` of storages.py knows it.
-inline bool is_of_a_leaf(const at::Tensor& tensor) {
+// Whether this is the graph of a view or a cast of a leaf: of a weight, as `is_parameter_derived` of storages.py knows it.
+inline bool is_of_a_leaf(const torch::autograd::Edge& history) {
   constexpr int kLongestChain = 8;
-  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
-  auto node = meta == nullptr ? nullptr : meta->grad_fn_;
+  auto node = history.function;
   for (int step = 0; node != nullptr; ++step) {
     const std::string name = node->name();
     if (name.find("AccumulateGrad") != std::string::npos) return true;
@@ -84,9 +76,13 @@ inline bool is_of_a_leaf(const at::Tensor& tensor) {
 // What the hooks around a region see, at its end, of a tensor that is no argument. Hooks want to know weights from activations.
 // Another graph is not shown: where it was made inside the region, by another thread, what a hook keeps could hold this tape. A tape
 // around it asks for the graph and lets go of it when its region ends.
-inline PythonRef shown_to(PyObject* pack, const at::Tensor& tensor) {
+inline PythonRef shown_to(PyObject* pack, const Held& entry) {
   const bool is_tape = PyCFunction_Check(pack) && PyCFunction_GetFunction(pack) == pack_of_tapes;
-  return PythonRef::take(THPVariable_Wrap(is_tape || is_of_a_leaf(tensor) ? tensor : alias_of(tensor)));
+  at::Tensor shown = alias_of(entry.alias);
+  if (entry.history.is_valid() && (is_tape || is_of_a_leaf(entry.history))) {
+    torch::autograd::impl::set_gradient_edge(shown, entry.history);
+  }
+  return PythonRef::take(THPVariable_Wrap(std::move(shown)));
 }
 
 // The copies of swapped arguments begin here, before the region's own work. Called with the GIL.
@@ -119,17 +115,19 @@ inline void Tape::show_held(PyObject* pack, PyObject* unpack) {
     bool is_argument = false;
     for (const Held& entry : slot.held) is_argument = is_argument || entry.is_argument;
     for (Held& entry : slot.held) {
-      at::Tensor original = std::move(entry.original);
-      entry.original = at::Tensor();
+      const auto graph = entry.history;  // goes at the end of this turn, without the lock
       if (entry.packed) {  // shown when the region began
         auto lock = locked(mutex_);
+        entry.history = {};
         entry.alias = at::Tensor();
         if (!entry.is_used) entry.packed = PythonRef();
         continue;
       }
       const bool is_scalar = entry.view.sizes.empty() && entry.alias.device().type() == c10::kCPU;
-      if (pack == nullptr || is_scalar || !(is_argument || has_history(original)) || HP_FAULT("hooks_around")) continue;
-      PythonRef value = shown_to(pack, original);
+      const bool is_shown = pack != nullptr && !is_scalar && (is_argument || graph.is_valid()) && !HP_FAULT("hooks_around");
+      PythonRef value = is_shown ? shown_to(pack, entry) : PythonRef();
+      entry.history = {};
+      if (!is_shown) continue;
       PyObject* packed = PyObject_CallFunctionObjArgs(pack, value.get(), nullptr);
       if (packed == nullptr) throw python_error();
       auto lock = locked(mutex_);

@@ -162,15 +162,72 @@ inline int Tape::first_to_make(int asked, int task) {
   return span_ < asked ? asked - span_ : 0;
 }
 
+// Counts the ops that must run for the values that are wanted, each op once.
+class Tape::OpCount {
+ public:
+  explicit OpCount(const Tape& tape) : tape_(tape), is_counted_(tape.ops_.size(), false) {}
+
+  // Adds a version of a slot, if it takes at most `most` ops more. Returns whether it does.
+  bool add(int slot, int version, size_t most) {
+    std::vector<int> added;
+    std::vector<std::pair<int, int>> left{{slot, version}};
+    while (!left.empty()) {
+      const auto [index, wanted] = left.back();
+      left.pop_back();
+      visit_makers(index, wanted, [&](int op) {
+        if (is_counted_[op]) return;
+        is_counted_[op] = true;
+        added.push_back(op);
+        push_read(tape_.ops_[op], left);
+      });
+      if (added.size() <= most) continue;
+      for (int op : added) is_counted_[op] = false;
+      return false;
+    }
+    return true;
+  }
+
+ private:
+  // The ops that make this version from the bytes that are there.
+  template <typename Visit>
+  void visit_makers(int index, int wanted, Visit visit) const {
+    const Slot& slot = tape_.slots_[index];
+    const bool is_there = slot.kept_version != kNone || !slot.is_created;
+    const int kept = is_there ? std::max(slot.kept_version, 0) : kNone;
+    if (is_there && wanted == kept) return;
+    const bool is_from_kept = is_there && wanted > kept;
+    if (!is_from_kept && slot.created_by != kNone) visit(slot.created_by);
+    for (int version = is_from_kept ? kept : 0; version < wanted; ++version) visit(slot.written_by[version]);
+  }
+
+  void push_read(const Op& op, std::vector<std::pair<int, int>>& left) const {
+    for (int argument = 0; argument < op.argument_count; ++argument) {
+      const Argument& known = tape_.arguments_[op.first_argument + argument];
+      for (int at = known.first; at < known.first + known.count; ++at) {
+        const Ref& ref = tape_.refs_[at];
+        if (ref.slot != kNone) left.emplace_back(ref.slot, ref.version);
+      }
+    }
+  }
+
+  const Tape& tape_;
+  std::vector<bool> is_counted_;
+};
+
 // Of the handles from `first` to `end`: the version of each slot that a living one wants and that is not there. What this graph
-// task has read before is not made for it again, unless it is `asked` for.
-inline std::vector<int> Tape::want_missing(Replay& replay, int first, int end, const Handle* asked) const {
+// task has read before is not made for it again, unless it is `asked` for. In an open region only values come with the asked
+// one that take few ops more: an earlier one, which this gradient may never read, can take all ops from the region's beginning.
+inline std::vector<int> Tape::want_missing(Replay& replay, int first, int end, const Handle* asked) {
   const int task = torch::autograd::get_current_graph_task_id();
   std::vector<int> wanted(slots_.size(), kNone);
-  for (int at = first; at < end; ++at) {
+  OpCount count(*this);
+  const bool is_limited = is_open_ && !HP_FAULT("costly_values");
+  if (is_limited) count.add(asked->slot, asked->version, ops_.size());
+  for (int at = end - 1; at >= first; --at) {
     const Handle& handle = handles_[at];
     if (!is_remade(handle) || handle.kept.defined() || slots_[handle.slot].made) continue;
     if (task != -1 && handle.served_in == task && &handle != asked) continue;
+    if (is_limited && !count.add(handle.slot, handle.version, span_)) continue;
     wanted[handle.slot] = std::max(wanted[handle.slot], handle.version);
   }
   for (size_t slot = 0; slot < slots_.size(); ++slot) {

@@ -1,7 +1,6 @@
 // The recorder: what happens at every op of an open region, and when autograd packs a value.
 #pragma once
 
-#include <ATen/Context.h>
 #include <ATen/Functions.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/function.h>
@@ -17,30 +16,6 @@ namespace hyper_parallel {
 
 // -- Slots ---------------------------------------------------------------------------------------------------------------
 
-inline Settings Settings::now() {
-  const auto& context = at::globalContext();
-  return {c10::get_default_dtype(), context.deterministicAlgorithms(), context.deterministicAlgorithmsWarnOnly(),
-          context.deterministicCuDNN(), context.benchmarkCuDNN(), context.userEnabledCuDNN(), context.userEnabledMkldnn(),
-          context.userEnabledNNPACK()};
-}
-
-inline void Settings::apply() const {
-  auto& context = at::globalContext();
-  c10::set_default_dtype(default_dtype);
-  context.setDeterministicAlgorithms(deterministic, deterministic_warns);
-  context.setDeterministicCuDNN(deterministic_cudnn);
-  context.setBenchmarkCuDNN(benchmark_cudnn);
-  context.setUserEnabledCuDNN(cudnn);
-  context.setUserEnabledMkldnn(mkldnn);
-  context.setUserEnabledNNPACK(nnpack);
-}
-
-inline bool Settings::operator==(const Settings& other) const {
-  return default_dtype == other.default_dtype && deterministic == other.deterministic &&
-      deterministic_warns == other.deterministic_warns && deterministic_cudnn == other.deterministic_cudnn &&
-      benchmark_cudnn == other.benchmark_cudnn && cudnn == other.cudnn && mkldnn == other.mkldnn && nnpack == other.nnpack;
-}
-
 inline Tape::Tape(
     std::string where, std::shared_ptr<Belief> belief, Limits limits, std::shared_ptr<Fates> fates, Swaps swaps)
     : where_(std::move(where)),
@@ -50,7 +25,8 @@ inline Tape::Tape(
       fates_(std::move(fates)),
       swaps_(std::move(swaps)),
       opened_in_task_(torch::autograd::get_current_graph_task_id()),
-      settings_{std::make_shared<const Settings>(Settings::now())} {
+      settings_{Settings::now()} {
+  counters().live_tapes.fetch_add(1, std::memory_order_relaxed);
   const Sizes last = belief_->last_sizes();
   ops_.reserve(last.ops);
   arguments_.reserve(last.arguments);
@@ -59,6 +35,8 @@ inline Tape::Tape(
   slot_by_storage_.reserve(last.slots);
   handles_.reserve(last.handles);
 }
+
+inline Tape::~Tape() { counters().live_tapes.fetch_sub(1, std::memory_order_relaxed); }
 
 inline void Tape::stop(std::string reason) {
   if (reason_.empty()) reason_ = std::move(reason);
@@ -93,7 +71,9 @@ inline int Tape::find_or_hold(const at::Tensor& tensor, const View& view, int& h
   slot.held.emplace_back();
   Held& entry = slot.held.back();
   entry.view = view;
-  entry.original = tensor;
+  if (const auto* meta = torch::autograd::impl::get_autograd_meta(tensor)) {
+    entry.history = {meta->grad_fn_, meta->output_nr_};
+  }
   entry.alias = alias_of(tensor);
   entry.storage = key;
   entry.is_used = true;
@@ -285,9 +265,9 @@ inline void Tape::forget_arguments(const Draft& draft) {
 
 // A region may change settings for some of its ops.
 inline void Tape::note_settings() {
-  const Settings now = Settings::now();
-  if (now == *settings_.back() || HP_FAULT("settings_of_op")) return;
-  settings_.push_back(std::make_shared<const Settings>(now));
+  const auto& now = Settings::now();
+  if (now == settings_.back() || *now == *settings_.back() || HP_FAULT("settings_of_op")) return;
+  settings_.push_back(now);
 }
 
 inline bool is_among(const c10::SmallVectorImpl<uint8_t>& positions, size_t at) {
@@ -399,7 +379,7 @@ inline void Tape::end(const c10::OperatorHandle& handle, Draft& draft, const tor
       const bool can_be_remade = facts.kind == OpKind::kReplayable;
       const bool is_route = is_small && (facts.is_steering || is_index) && !slot.is_unset;
       if (draft.fate == Fate::kSwap && !is_route) {
-        pending_swaps_.emplace_back(index, tensor);
+        pending_swaps_.emplace_back(index, alias_of(tensor));  // `swap_tensors` refuses a tensor that others refer to
         return;
       }
       if (draft.fate != Fate::kRecompute || !can_be_remade || is_route) {
@@ -431,6 +411,7 @@ inline void Tape::end(const c10::OperatorHandle& handle, Draft& draft, const tor
     if (is_twice) continue;
     slot.is_unset = false;
     slot.writes += 1;
+    slot.written_by.push_back(this_op);
     slot.made = c10::Storage();  // of an earlier version, for a gradient that was taken inside this forward
     written.emplace_back(index, slot.writes);
   }

@@ -121,18 +121,18 @@ class Replay {
     void use(const Settings& wanted) {
       if (&wanted == last_ || HP_FAULT("settings")) return;
       last_ = &wanted;
-      if (now_ == wanted) return;
+      if (*now_ == wanted) return;
       wanted.apply();
-      now_ = wanted;
+      now_ = &wanted;
     }
     ~UnderSettings() {
-      if (!(now_ == before_)) before_.apply();
+      if (now_ != before_.get() && !(*now_ == *before_)) before_->apply();
     }
 
    private:
-    const Settings before_ = Settings::now();
-    Settings now_ = before_;
-    const Settings* last_ = nullptr;
+    const std::shared_ptr<const Settings> before_ = Settings::now();
+    const Settings* now_ = before_.get();
+    const Settings* last_ = before_.get();
   };
 
   int kept_version(int slot) const {

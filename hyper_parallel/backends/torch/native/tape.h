@@ -27,6 +27,8 @@
 #include <c10/core/Stream.h>
 #include <c10/util/SmallVector.h>
 #include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <memory>
 #include <mutex>
@@ -37,6 +39,7 @@
 #include "fates.h"
 #include "op_facts.h"
 #include "python_ref.h"
+#include "settings.h"
 
 namespace hyper_parallel {
 
@@ -91,8 +94,8 @@ struct Op {
 // A tensor of an outside slot, as long as the tape may need it.
 struct Held {
   View view;
-  at::Tensor original;  // while the region runs: what the hooks around the region are shown
-  at::Tensor alias;     // detached, with the same version counter
+  at::Tensor alias;     // detached, with the same version counter; the tensor itself must not be referred to (`swap_tensors`)
+  torch::autograd::Edge history;  // while the region runs: the hooks around it are shown a tensor with this graph
   PythonRef packed;     // what the hooks around the region made of it; then there is no alias
   PythonRef unpack;
   const void* storage = nullptr;  // names the tensor in an error; not followed
@@ -111,6 +114,7 @@ struct Slot {
   bool is_unset = false;  // created by an `empty` op and not written since, as far as was seen
   int created_by = kNone;
   int writes = 0;
+  std::vector<int> written_by;  // ops; the first made version 1
   std::vector<Held> held;
   c10::Storage kept;      // its bytes at `kept_version`, unless they are swapped
   PythonRef swapped;      // what the swap engine made of them
@@ -186,13 +190,12 @@ struct Limits {
 // What a region's tape needs of Python where its policy swaps; see SwappedOutputs in tape_policies.py.
 using Swaps = PythonRef;
 
-struct Settings;
-
 class Replay;
 
 class Tape : public std::enable_shared_from_this<Tape> {
  public:
   Tape(std::string where, std::shared_ptr<Belief> belief, Limits limits, std::shared_ptr<Fates> fates, Swaps swaps);
+  ~Tape();
 
   // Recorder.
   struct Draft;  // one op, between its call and its return
@@ -254,7 +257,8 @@ class Tape : public std::enable_shared_from_this<Tape> {
   at::Tensor held_value(Held& held);
   bool is_held(const Handle& handle) const;
   bool is_remade(const Handle& handle) const;
-  std::vector<int> want_missing(Replay& replay, int first, int end, const Handle* asked) const;
+  std::vector<int> want_missing(Replay& replay, int first, int end, const Handle* asked);
+  class OpCount;
   void make_missing(const Handle& asked);
   void drop_made();
   void note_served(Handle& handle);
@@ -293,7 +297,7 @@ class Tape : public std::enable_shared_from_this<Tape> {
   std::vector<size_t> sequence_;  // hashes that are not proven yet
   std::string reason_;            // why recording stopped, if it did
   std::vector<std::shared_ptr<const Settings>> settings_;  // each time that they changed; the first: when the region began
-  int span_ = 0;        // how many handles before the asked one are made at once, in an open region
+  int span_ = 0;        // how many handles before the asked one are made with it in an open region, and with how many more ops
   int span_task_ = -1;  // in this backward
   const void* serving_node_ = nullptr;  // the node of backward that reads; not followed
   std::vector<int> served_slots_;       // by that node
@@ -314,27 +318,12 @@ struct Tape::Draft {
   std::vector<std::pair<at::Generator, at::Tensor>> draws;
 };
 
-// Settings of the process under which kernels choose what they do.
-struct Settings {
-  caffe2::TypeMeta default_dtype;
-  bool deterministic;
-  bool deterministic_warns;
-  bool deterministic_cudnn;
-  bool benchmark_cudnn;
-  bool cudnn;
-  bool mkldnn;
-  bool nnpack;
-
-  static Settings now();
-  void apply() const;
-  bool operator==(const Settings& other) const;
-};
-
 // How often what happened, in this process.
 struct Counters {
   std::atomic<uint64_t> recorded_ops{0};
   std::atomic<uint64_t> replayed_ops{0};
   std::atomic<uint64_t> replays{0};
+  std::atomic<int64_t> live_tapes{0};
 };
 Counters& counters();
 
