@@ -88,8 +88,7 @@ class TorchCalls(Calls):
             observed if call.policy is None else SwappedOutputs(call.where, call.swap_config, call.position, observed)
         )
         region = region_for(call.function)
-        function = counted(call.function)
-        return functools.partial(region.run, call.where, function, call.args, call.kwargs, call.policy, swaps)
+        return functools.partial(region.run, call.where, call.function, call.args, call.kwargs, call.policy, swaps)
 
     def run_replayable(self, call: CheckpointCall) -> Any:
         """See the base class. Without gradients nothing is replayed.

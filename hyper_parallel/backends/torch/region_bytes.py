@@ -1,7 +1,8 @@
-"""Counts, in the first step only, what a recomputed region hands to autograd and does not keep.
+"""Counts, in the first step only, what a region that runs Python again hands to autograd and does not keep.
 
 The region's own hooks see every value that autograd saves. A counting hook is put in front of them while the region's
-function runs in forward, and passes every value on. Parameters, the region's inputs and its outputs are not counted: they
+function runs in forward, and passes every value on. (A tape counts itself: regions that lie in one another know tapes by
+their hooks, so nothing may be put in front of those.) Parameters, the region's inputs and its outputs are not counted: they
 are held with and without the library.
 """
 
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hyper_parallel.backends.torch.graph import is_in_backward
 from hyper_parallel.backends.torch.storages import is_parameter_derived, tensors_in
@@ -45,7 +47,7 @@ class _Counted:
         if hooks is None:
             return self._function(*args, **kwargs)
         pack, unpack = hooks
-        seen: dict[int, int] = {}
+        seen: dict[StorageWeakRef, int] = {}
 
         def count(tensor: torch.Tensor) -> Any:
             if not (tensor.is_leaf and tensor.requires_grad) and not is_parameter_derived(tensor):
@@ -63,12 +65,13 @@ class _Counted:
         return output
 
 
-def _note(tensor: torch.Tensor, seen: dict[int, int]) -> None:
+def _note(tensor: torch.Tensor, seen: dict[StorageWeakRef, int]) -> None:
+    """Add the storage of a tensor. A weak reference stays its own also when the bytes are freed and used again."""
     with contextlib.suppress(RuntimeError, NotImplementedError):  # a class of tensors without a storage
         storage = tensor.untyped_storage()
-        seen[storage.data_ptr()] = storage.nbytes()
+        seen[StorageWeakRef(storage)] = storage.nbytes()
 
 
-def _forget(tensor: torch.Tensor, seen: dict[int, int]) -> None:
+def _forget(tensor: torch.Tensor, seen: dict[StorageWeakRef, int]) -> None:
     with contextlib.suppress(RuntimeError, NotImplementedError):
-        seen.pop(tensor.untyped_storage().data_ptr(), None)
+        seen.pop(StorageWeakRef(tensor.untyped_storage()), None)

@@ -87,6 +87,8 @@ class TapeRegion:
             raise
         finally:
             _pop_hooks()
+        if not SwapManager().first_step.is_over:
+            SwapManager().first_step.memory.add_region(tape.handed_bytes(tensors_in((output,))))
         tape.close()
         if swaps is not None:
             swaps.close()

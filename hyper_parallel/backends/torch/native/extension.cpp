@@ -188,6 +188,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
           [](Tape& tape, py::object pack, py::object unpack) {
             tape.show_held(pack.is_none() ? nullptr : pack.ptr(), unpack.is_none() ? nullptr : unpack.ptr());
           })
+      .def("handed_bytes", &Tape::handed_bytes)
       .def("copy_held", &Tape::copy_held)
       .def(
           "given_in_order",

@@ -36,6 +36,22 @@ inline void Tape::close() {
   }
 }
 
+// Of the region's own values that autograd saved; without a tape they would be held until backward. Its outputs are held anyway.
+inline size_t Tape::handed_bytes(const std::vector<at::Tensor>& outputs) {
+  auto lock = locked(mutex_);
+  std::vector<bool> is_output(slots_.size(), false);
+  for (const at::Tensor& output : outputs) {
+    if (why_not_plain(output) != nullptr) continue;
+    const auto found = slot_by_storage_.find(output.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+    if (found != slot_by_storage_.end()) is_output[found->second] = true;
+  }
+  size_t total = 0;
+  for (size_t at = 0; at < slots_.size(); ++at) {
+    if (slots_[at].is_created && slots_[at].living_handles > 0 && !is_output[at]) total += slots_[at].nbytes;
+  }
+  return total;
+}
+
 // Small tensors that the region reads and others may change before backward: a copy stands for each.
 inline void Tape::copy_held(const std::vector<at::Tensor>& tensors) {
   auto lock = locked(mutex_);

@@ -229,6 +229,7 @@ class Tape : public std::enable_shared_from_this<Tape> {
   size_t kept_bytes();
   size_t saved_bytes() const { return saved_bytes_; }            // by the policy
   size_t recomputed_bytes();
+  size_t handed_bytes(const std::vector<at::Tensor>& outputs);  // to autograd; asked before the region is closed
   size_t held_count();
   size_t handle_count() const { return handles_.size(); }
   bool is_replaying = false;
