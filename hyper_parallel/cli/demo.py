@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--budget", metavar="BYTES", help="for auto; half of what the step takes by default")
     parser.add_argument(
-        "--steps", type=positive, default=5, metavar="N", help="how many times each way is timed, in turns (default 5)"
+        "--steps", type=positive, default=3, metavar="N", help="how many times each way is timed, in turns (default 3)"
     )
     parser.add_argument("--disk-path", metavar="DIR", help="where swapped values go on machines without a GPU")
     parser.add_argument("--size", choices=_SIZES, help="how large a model; chosen by the machine by default")

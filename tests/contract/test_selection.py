@@ -94,7 +94,7 @@ def test_without_a_framework_the_error_says_how_to_install_each(tmp_path):
     assert result.returncode == 1
     assert "ImportError: get_platform: cannot choose a platform" in result.stderr
     for name in ("torch", "mindspore"):
-        assert f"pip install 'hyper-parallel[{name}]'" in result.stderr
+        assert f"pip install {name}" in result.stderr  # a command that also works for a clone
 
 
 @pytest.mark.parametrize("environment", [{}, {"HYPER_PARALLEL_PLATFORM": "mindspore"}])

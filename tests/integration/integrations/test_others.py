@@ -118,8 +118,9 @@ class TestLightning:
         assert not fitted[1].does_nothing
 
     def test_plans_are_kept_unless_the_store_is_off(self) -> None:
-        assert lightning_adapter.callback(budget="1GiB")._run._treatment.store is True
-        assert lightning_adapter.callback(budget="1GiB", store=None)._run._treatment.store is None
+        with simulated_accelerator():
+            assert lightning_adapter.callback(budget="1GiB")._run._treatment.store is True
+            assert lightning_adapter.callback(budget="1GiB", store=None)._run._treatment.store is None
 
     def test_an_exception_leaves_the_module_as_it_was(self, tmp_path: Path) -> None:
         class Breaks(lightning.Callback):
