@@ -167,7 +167,8 @@ def test_a_long_wait_shows_that_it_goes_on(capsys: pytest.CaptureFixture[str]) -
 
 
 WAITS = """
-import sys, tempfile, time
+import signal, sys, tempfile, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
 from hyper_parallel.cli import command_line, doctor
 def run(args, console):
     with tempfile.TemporaryDirectory(dir=sys.argv[1]):
@@ -188,9 +189,12 @@ def test_a_command_that_is_told_to_end_leaves_nothing_behind(number: int, code: 
         [sys.executable, str(script), str(folder)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "begun\n"
-        os.kill(process.pid, number)
-        _, said = process.communicate(timeout=600)
+        try:
+            assert process.stdout.readline() == "begun\n"
+            os.kill(process.pid, number)
+            _, said = process.communicate(timeout=600)
+        finally:
+            process.kill()
     assert process.returncode == code
     assert "Traceback" not in said
     assert list(folder.iterdir()) == []
