@@ -221,7 +221,11 @@ class _Fit:
         best = self._with_simple_plans(profile, best)
         if best is None:
             raise self._refused(profile, refusal)
-        return best
+        plan, measured = best
+        if not self._agrees(plan, measured, profile):
+            seconds = measured.step_seconds if _has_real_time(profile) else plan.predicted_step_seconds
+            plan = as_measured(plan, profile, peak_bytes=measured.peak_bytes, step_seconds=seconds)
+        return plan, measured
 
     def _searched(self, profile: Profile) -> tuple[tuple[Plan, StepMeasure] | None, BudgetTooSmallError | None]:
         corrections: Corrections | None = None
@@ -231,6 +235,8 @@ class _Fit:
             if isinstance(plan, BudgetTooSmallError):
                 return best, plan
             if best is not None and _decisions_of(plan) in self.tried:
+                if _decisions_of(plan) == _decisions_of(best[0]):
+                    best = plan, best[1]  # the same plan, which now predicts what was measured of it
                 break
             self.tried.add(_decisions_of(plan))
             measured = self._measure(plan)
