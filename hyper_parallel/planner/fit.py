@@ -2,8 +2,9 @@
 
 A prediction is only as good as its last measurement. After a plan was applied a few steps are measured; where peak or time
 miss the prediction, the difference is fed back and the plan is made again. What a person would try by hand (every block
-recomputed, the same with inputs swapped) is measured as well: the answer is never slower than those by more than 1 %, and no
-budget is refused that they, or swapping whole blocks, were measured to keep. In a distributed run every rank measures, the
+recomputed, the same with inputs swapped, the presets) is measured as well, unless its prediction rules it out: the answer is
+never slower than what was measured by more than 1 %, and no budget is refused that recomputing or swapping whole blocks was
+measured to keep. The plan that is answered predicts what was measured of it. In a distributed run every rank measures, the
 worst decides, and all apply the same plan.
 """
 

@@ -13,12 +13,12 @@ from hyper_parallel.fates import Fate
 from hyper_parallel.planner.block_trace import Choice
 from hyper_parallel.planner.budget import parse_budget
 from hyper_parallel.planner.plan import BlockPlan, Corrections, OpDecision, Plan, Recipe, RegionPlan, WhatIf
-from hyper_parallel.planner.profile import BaseBytes, CutRegion, EngineSettings, OpProfile, Profile
+from hyper_parallel.planner.profile import BaseBytes, CutRegion, OpProfile, Profile
 from hyper_parallel.planner.solve import Answer, Solver
 from hyper_parallel.planner.step_simulator import StepSimulator
 from hyper_parallel.records.prediction import Prediction
 
-__all__ = ["Planning", "plan_memory", "predict", "untouched_prediction", "written_plan"]
+__all__ = ["Planning", "plan_memory", "untouched_prediction", "written_plan"]
 
 _WHAT_IF: Final = (0.9, 1.1)
 _SECOND_LOOK: Final = 0.25  # of the first search's effort
@@ -124,18 +124,13 @@ def _calibrated(profile: Profile, budget: int) -> Corrections:
     return Corrections(peak_bytes=unexplained if fits else max(0, unexplained), time_scale=scale)
 
 
-def _prediction(solver: Solver, answer: Answer) -> Prediction:
-    return predict(solver, answer.solution.choices, answer.solution.settings)
-
-
 def untouched_prediction(solver: Solver) -> Prediction:
     """The step left alone."""
     return _prediction(solver, solver.untouched())
 
 
-def predict(solver: Solver, choices: tuple[Choice, ...], settings: EngineSettings) -> Prediction:
-    """What a step with these choices should be."""
-    step = solver.simulator.explain(choices, settings)
+def _prediction(solver: Solver, answer: Answer) -> Prediction:
+    step = solver.simulator.explain(answer.solution.choices, answer.solution.settings)
     return Prediction(
         peak_bytes=step.peak_bytes,
         peak_where=step.peak_where,

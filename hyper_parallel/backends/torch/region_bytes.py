@@ -16,7 +16,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hyper_parallel.backends.torch.graph import is_in_backward
-from hyper_parallel.backends.torch.storages import is_parameter_derived, tensors_in
+from hyper_parallel.backends.torch.storages import NO_STORAGE_ERRORS, is_parameter_derived, tensors_in
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 
 __all__ = ["counted"]
@@ -67,11 +67,11 @@ class _Counted:
 
 def _note(tensor: torch.Tensor, seen: dict[StorageWeakRef, int]) -> None:
     """Add the storage of a tensor. A weak reference stays its own also when the bytes are freed and used again."""
-    with contextlib.suppress(RuntimeError, NotImplementedError):  # a class of tensors without a storage
+    with contextlib.suppress(*NO_STORAGE_ERRORS):
         storage = tensor.untyped_storage()
         seen[StorageWeakRef(storage)] = storage.nbytes()
 
 
 def _forget(tensor: torch.Tensor, seen: dict[StorageWeakRef, int]) -> None:
-    with contextlib.suppress(RuntimeError, NotImplementedError):
+    with contextlib.suppress(*NO_STORAGE_ERRORS):
         seen.pop(StorageWeakRef(tensor.untyped_storage()), None)

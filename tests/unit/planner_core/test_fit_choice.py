@@ -151,6 +151,32 @@ def test_a_searched_plan_stays_while_it_is_within_one_per_cent(
     assert (applied.plan.blocks[0].reason not in WAYS) == is_kept
 
 
+def test_a_correction_that_leads_to_the_same_plan_mends_its_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """13 s were predicted. The corrected plan is the same one, so it is not measured again, and keeps the parts of its peak."""
+    device = PaperDevice(small_profile(), script(searched=10.0, recomputed=20.0, swapped=20.0, auto=20.0))
+    device.script[SEARCHED] = Measure(121, 10.0)
+    monkeypatch.setattr(fit, "planner_backend", lambda: device)
+    applied = fit.fit_memory(None, lambda: None, FITS, attempts=3, steps=1)
+    assert device.measured.count(SEARCHED) == 1
+    assert applied.plan.predicted_step_seconds == pytest.approx(10.0)
+    assert applied.plan.predicted_peak_bytes == 121
+    assert applied.plan.predicted.peak_where != "measured step"
+
+
+@pytest.mark.parametrize("attempts", [1, 3])
+def test_a_searched_plan_that_missed_its_prediction_is_answered_with_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, attempts: int
+) -> None:
+    device = PaperDevice(small_profile(), script(searched=1.0, recomputed=2.0, swapped=2.0))
+    device.script[SEARCHED] = Measure(FITS - 8, 1.0)
+    monkeypatch.setattr(fit, "planner_backend", lambda: device)
+    applied = fit.fit_memory(None, lambda: None, FITS, attempts=attempts, steps=1)
+    assert applied.plan.blocks[0].reason not in WAYS
+    assert applied.plan.predicted_peak_bytes == FITS - 8
+    assert sum(applied.plan.predicted.peak_parts.values()) == FITS - 8
+    assert applied.plan.predicted_step_seconds == pytest.approx(1.0)
+
+
 def test_a_faster_simple_plan_that_does_not_fit_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     said = script(searched=2.0, recomputed=1.0, swapped=1.0)
     said[RECOMPUTED.name] = Measure(FITS + 1, 1.0)
