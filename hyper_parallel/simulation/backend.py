@@ -62,8 +62,8 @@ class SimulatedMemory(Protocol):
     def new_device_bytes(self, nbytes: int) -> tuple[FlatBytes, object]:
         """Poisoned bytes, and the object that dies when the last tensor over them does."""
 
-    def new_host_bytes(self, nbytes: int) -> FlatBytes:
-        """Poisoned bytes."""
+    def new_host_bytes(self, nbytes: int) -> tuple[FlatBytes, object]:
+        """The same for host bytes."""
 
     def host_view(self, flat: FlatBytes) -> memoryview:
         """See :class:`DeviceBackend`."""
@@ -98,6 +98,7 @@ class SimulatedBackend:
         self._timeline = simulation.timeline
         self._judge = simulation.judge
         self._lives: dict[int, _Life] = {}  # of device storages, by key
+        self._host_owners: dict[int, weakref.ref[Any]] = {}  # of host storages, by key
         if memory.object_outlives_bytes:
             simulation.count_freed_bytes = self._end_freed_lives
 
@@ -150,9 +151,19 @@ class SimulatedBackend:
 
     def allocate_host(self, nbytes: int, *, pinned: bool) -> FlatBytes:
         """Poisoned host bytes. Copies of an earlier buffer at the same place have run: each of them held it."""
-        flat = self._memory.new_host_bytes(nbytes)
-        self._judge.forget(self._memory.range_of(flat).key)
+        flat, owner = self._memory.new_host_bytes(nbytes)
+        key = self._memory.range_of(flat).key
+        with self._timeline.lock:
+            self._judge.forget(key)
+            self._host_owners[key] = weakref.ref(owner, lambda dead: self._forget_host(key, dead))
         return flat
+
+    def _forget_host(self, key: int, owner: weakref.ref[Any]) -> None:
+        """What comes to lie at the same place may be bytes whose making no mode sees: they have no copies to wait for."""
+        with self._timeline.lock:
+            if self._host_owners.get(key) is owner:
+                del self._host_owners[key]
+                self._judge.forget(key)
 
     def dropped(self, nbytes: int) -> None:
         """Nothing to do: the owner's death is seen."""

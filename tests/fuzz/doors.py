@@ -151,7 +151,7 @@ class Block(torch.nn.Module):
         return self.function(*args, **kwargs)
 
 
-KEPT = []  # weak references to what the hooks of the run that goes on keep
+KEPT = []  # weak references to what the hooks of the run that goes on keep, and to its inputs without elements
 
 
 class Kept:

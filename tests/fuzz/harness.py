@@ -16,6 +16,7 @@ import tempfile
 import threading
 import types
 import warnings
+import weakref
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ HELD = (
     "bytes are left",
 )  # by whatever torch leaves behind
 EFFECTS = "left behind"
+_TRIES = 6
 
 
 # ---------------------------------------------------------------- one run
@@ -123,6 +125,7 @@ class Run:
                 make(description, 1000 * batch + 100 * self.me + index, self.device)
                 for index, description in enumerate(self.program["INPUTS"])
             ]
+            KEPT.extend(weakref.ref(leaf) for leaf in self.inputs[batch] if not leaf.numel())
         return self.inputs[batch]
 
     def forward(self, label, batch, at, retain):
@@ -472,9 +475,14 @@ def faults_of(program, reference, ours, device):
         return faults
     # A value changed by a region that saved it is a cycle of torch's own, and an error inside backward leaves more behind
     # under any hooks; both hold what we saved for them as well.
-    # Values without elements have no bytes; whether the graph that saved them is left is told by what the hooks made of them.
+    # Values without elements have no bytes; whether the graph that saved them is left is told by what the hooks made of them,
+    # and by inputs that live on.
     hooked = run_once(program, Plain("hooked"), device)
-    is_torch = reference.left_bytes or hooked.left_bytes or hooked.left_values
+    is_torch = reference.left_bytes or reference.left_values or hooked.left_bytes or hooked.left_values
+    if (
+        not is_torch and len(program["THREADS"]) > 1
+    ):  # of a thread that has ended, torch keeps something or not, by chance
+        is_torch = any(run_once(program, Plain(), device).left_bytes for _ in range(_TRIES))
     has_raised = [value for _, value in ours.entries if value == "in-place"]
     has_raised_alone = has_raised and not [value for _, value in reference.entries if value == "in-place"]
     # Of an error that ended a thread, torch keeps the last node for a while, with us and without us.

@@ -294,6 +294,22 @@ def test_a_graph_that_is_a_cycle_without_us_is_not_our_leak() -> None:
     assert judge(program).kind == "equal"
 
 
+def test_an_input_without_elements_that_such_a_cycle_keeps_is_not_our_leak() -> None:
+    """It is marked, and as long as a marked tensor lives, the hooks for it stay on."""
+    program = small(
+        Span(kind="swap", body=()),
+        op("mark"),
+        Span(kind="save_on_cpu", body=(op("foreign_sprinkled"),)),
+        inputs=(Tensor(shape=(0, 1)),),
+        threads=((Action(kind="forward"),),),
+    )
+    names = compiled(program)
+    plain, ours = (harness.run_once(names, way, "cpu") for way in (Plain(), hyper_parallel))
+    assert plain.left_values
+    assert ours.faults == ["saved-tensor hooks were left on this thread"]
+    assert judge(program).kind == "equal"
+
+
 def test_the_exact_run_is_the_bare_run_where_nothing_is_changed_in_place() -> None:
     """Its copies keep their strides, so the same kernels run, whichever those are on this processor."""
     expanded = torch.randn(4, 1, dtype=torch.float64).expand(4, 32)

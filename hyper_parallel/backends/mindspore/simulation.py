@@ -4,11 +4,11 @@ The device itself is in ``hyper_parallel/simulation/backend.py``. A dispatch mod
 device of every storage that the op creates or touches.
 
 Note: lives of storages
-    MindSpore does not tell when a storage dies. So the mode moves the output of every op into memory of an array that it
-    watches: a tensor made of an array keeps it alive, whoever holds the tensor, also the graph. Bytes that ops make and
-    buffers that loads fill are thus counted exactly. The older primitives save before they return, so what such an op
-    saves of its own output (a dropout's mask) stays in memory of MindSpore's own, as do tensors that no op made, such as
-    weights and batches: these are judged, and not counted.
+    MindSpore does not tell when a storage dies. So the mode moves the output of every op into memory of an array that
+    it watches: a tensor made of an array keeps it alive as long as anything holds the tensor, also the graph. Bytes
+    that ops make and buffers that loads fill are thus counted exactly. The older primitives save before they return,
+    so what such an op saves of its own output (a dropout's mask) stays in memory of MindSpore's own, as do tensors
+    that no op made, such as weights and batches: these are judged, and not counted.
 """
 
 from __future__ import annotations
@@ -65,12 +65,13 @@ class _Memory:
 
     def new_device_bytes(self, nbytes: int) -> tuple[FlatBytes, object]:
         """A tensor over an array, and the array."""
-        array = self.new_host_bytes(nbytes)
+        array = np.full(nbytes, POISON, dtype=np.uint8)
         return _over(array), array
 
-    def new_host_bytes(self, nbytes: int) -> FlatBytes:
-        """An array."""
-        return np.full(nbytes, POISON, dtype=np.uint8)
+    def new_host_bytes(self, nbytes: int) -> tuple[FlatBytes, object]:
+        """An array, which owns itself."""
+        array = np.full(nbytes, POISON, dtype=np.uint8)
+        return array, array
 
     def range_of(self, flat: FlatBytes) -> ByteRange:
         """The key of a storage, or of a whole array, is its address."""

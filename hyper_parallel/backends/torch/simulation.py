@@ -50,10 +50,10 @@ class _Memory:
             flat = torch.full((nbytes,), POISON, dtype=torch.uint8)
         return flat, flat.untyped_storage()
 
-    def new_host_bytes(self, nbytes: int) -> FlatBytes:
-        """A tensor. The caller may be in an inference block; far memory outlives it, and is written outside it."""
-        with torch.inference_mode(False), unseen():
-            return torch.full((nbytes,), POISON, dtype=torch.uint8)
+    def new_host_bytes(self, nbytes: int) -> tuple[FlatBytes, object]:
+        """The same. The caller may be in an inference block; far memory outlives it, and is written outside it."""
+        with torch.inference_mode(False):
+            return self.new_device_bytes(nbytes)
 
     def range_of(self, flat: FlatBytes) -> ByteRange:
         """The key of a storage is the address of its C++ object."""

@@ -19,8 +19,8 @@ Invariants
 ----------
 * The engine's own queues hold records weakly: it never keeps a graph's bytes alive, and the end of a graph needs no call.
 * Bytes on the device for our sake ≤ tail + window + prefetch + what backward reads right now. Where the user says what the
-  device may hold in all, window and prefetch are the least, and room that nobody uses is used: early in forward copies may
-  lag, and once backward has freed memory loads run far ahead.
+  device may hold in all, window and prefetch are the least, and free device memory is used up to that limit: early in
+  forward copies may lag, and once backward has freed memory loads run far ahead.
 * What waits for its batch counts in the window, and is at most a 32nd of it: the bound above holds with batches.
 * No call waits for the device: order is said to streams (a file is the exception, its completions block when they must).
 * One lock guards queues and moves. Destructors take no lock, so they may run anywhere, also inside it.
@@ -142,7 +142,7 @@ class Engine:
         """A new record for bytes that were just saved; it leaves when enough newer ones stand behind it.
 
         ``is_in_region``: a replayed region is open, and calls :meth:`trim_window` when it closes. What the device may hold is a
-        question for that moment: in the middle of a layer its passing values are counted too, and they go by themselves.
+        question for that moment: in the middle of a layer its passing values are counted too, and they are freed without us.
         """
         record = Record(
             self,
@@ -531,7 +531,7 @@ class Engine:
     def _drop_copied_bytes(self, record: Record) -> bool:
         """Drop device bytes that also exist in far memory."""
         if record.residency is Residency.H2D:
-            record.finish_load()
+            record.finish_load(reads=False)
         if record.residency is not Residency.DEVICE or not record.has_far_copy:
             return False
         refusal = record.start_offload()
@@ -556,7 +556,7 @@ class Engine:
                 record.cancel_offload()
 
     def end_of_task(self, key: Hashable) -> None:
-        """Backward ended. Whatever it brought back and somebody still holds (a retained graph) leaves again."""
+        """Backward ended. What it brought back and a retained graph still holds leaves again."""
         with self._lock:
             forecast = self._forecasts.pop(key, None)
             if forecast is None:

@@ -1,6 +1,6 @@
 """One record: the bytes of one storage, saved once in one forward.
 
-A record knows where its bytes are, its room in far memory, and the completion that makes each copy safe. It never knows
+A record knows where its bytes are, its lease of far memory, and the completion that makes each copy safe. It never knows
 layers, modules or policies. It is owned by the handles that the autograd graph holds: when the last one dies the record
 dies, and that is the only release there is.
 
@@ -119,7 +119,7 @@ class Record:
         self.index = index
         self.group = group
         self.tag = tag
-        self.stays = stays  # the engine does not let it leave by itself
+        self.stays = stays  # it leaves only when a caller launches its copy
         self.is_protected = False  # an output of its group's layer: it stays until another layer saves it too
         self.storage_key = storage_key
         self.residency = Residency.DEVICE
@@ -257,10 +257,16 @@ class Record:
         """Whether the buffer of the next load was taken already."""
         return self._prepared is not None
 
-    def finish_load(self) -> None:
-        """Order the current stream after the load; from here on its kernels may read the bytes."""
+    def finish_load(self, *, reads: bool = True) -> None:
+        """Order the current stream after the load; from here on its kernels may read the bytes.
+
+        ``reads``: false for bytes that go again unread. No checksum is asked of those: a source that was changed in place
+        while its copy ran is an error only where the bytes are read.
+        """
         target = next_residency(self.residency, Move.FINISH_LOAD)
         assert self.back is not None, "a load is in flight"
+        if not reads:
+            self.back = unchecked(self.back)
         stream = self.engine.backend.current_stream()
         self.back.order(stream)
         self._is_ordered = stream == self.stream
@@ -306,7 +312,7 @@ class Record:
                 if not self.engine.backend.is_host_memory:
                     try:  # noqa: SIM105  # a context manager costs more than all of this
                         self._order_owner()
-                    except FarMemoryError:  # a failed copy of bytes that nobody wants any more
+                    except FarMemoryError:  # a failed copy of bytes that no graph needs any more
                         pass
                 self._drop_device_bytes()
             if self._prepared is not None:

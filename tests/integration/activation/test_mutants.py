@@ -290,7 +290,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Edit(
                 f"{ENGINE}._drop_copied_bytes",
-                "record.finish_load()",
+                "record.finish_load(reads=False)",
                 "record.residency = Residency.DEVICE; record.back = None",
             ),
         ),

@@ -132,7 +132,7 @@ class DiskTier:
             )
         if not backend.is_host_memory:
             backend.wait_event(stream, ready)
-        completion = DiskCompletion(self._workers, backend)
+        completion = DiskCompletion(self._workers, backend, None if backend.is_host_memory else target)
         job = Job(Direction.READ, lease.nbytes, completion, lambda end: self._run_read(copy, end))
         with self._lock:
             extent.num_jobs += 1

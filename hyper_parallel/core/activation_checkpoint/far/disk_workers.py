@@ -10,14 +10,16 @@ in which nothing at all was moved for ``wait_limit_s``.
 from __future__ import annotations
 
 import collections
+import contextlib
 import enum
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import Final
 
-from hyper_parallel.core.activation_checkpoint.adapter import DeviceBackend, Event, Stream
+from hyper_parallel.core.activation_checkpoint.adapter import DeviceBackend, Event, FlatBytes, Stream
 from hyper_parallel.errors import DiskTierError, again
 
 __all__ = ["DiskCompletion", "Direction", "Job", "Workers"]
@@ -38,12 +40,15 @@ class Direction(enum.Enum):
 class DiskCompletion:
     """The end of a copy that a worker carries, in whole (a host buffer) or up to its last piece (a device's stream).
 
-    After a piece was queued on a stream, ``event`` is what its consumers are ordered after.
+    After a piece was queued on a stream, ``event`` is what its consumers are ordered after. ``target``: the device bytes of a
+    load. They are held until a stream is ordered after it: a caller that is interrupted before it has the completion in its
+    hands leaves it to the worker, and then it goes, with the bytes, when the copy is done.
     """
 
-    __slots__ = ("_backend", "_error", "_event", "_queued", "_workers", "end_us", "start_us")
+    __slots__ = ("__weakref__", "_backend", "_error", "_event", "_queued", "_target", "_workers", "end_us", "start_us")
 
-    def __init__(self, workers: Workers, backend: DeviceBackend) -> None:
+    def __init__(self, workers: Workers, backend: DeviceBackend, target: FlatBytes | None = None) -> None:
+        self._target = target
         self._workers = workers
         self._backend = backend
         self._queued = threading.Event()
@@ -65,6 +70,7 @@ class DiskCompletion:
         self._wait_for_worker()
         if self._event is not None:
             self._backend.wait_event(stream, self._event)
+        self._target = None
         self._raise()
 
     def wait(self) -> None:
@@ -72,6 +78,7 @@ class DiskCompletion:
         self._wait_for_worker()
         if self._event is not None:
             self._backend.synchronize_event(self._event)
+        self._target = None
         self._raise()
 
     def finish(self, event: Event | None = None) -> None:
@@ -88,6 +95,13 @@ class DiskCompletion:
         """The copy has ended, because of ``error``. Called by the worker."""
         self.note(error)
         self._queued.set()
+
+    def __del__(self) -> None:
+        if self._target is None or self._event is None or sys.is_finalizing():
+            return
+        with contextlib.suppress(Exception):  # the device is gone
+            self._backend.wait_event(self._backend.current_stream(), self._event)
+            self._backend.synchronize_event(self._event)
 
     def _wait_for_worker(self) -> None:
         if not self._queued.is_set():
