@@ -7,13 +7,17 @@ imported at first use.
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 from hyper_parallel.errors import UnsupportedMemberError
 
 if TYPE_CHECKING:
+    from typing import Self  # not in 3.10
+
     from hyper_parallel.planner.budget import DeviceMemory
     from hyper_parallel.planner.plan import Plan
     from hyper_parallel.planner.profile import Profile
@@ -21,14 +25,22 @@ if TYPE_CHECKING:
     from hyper_parallel.planner.step_identity import StepIdentity
     from hyper_parallel.records.step_measure import StepMeasure
 
-__all__ = ["Applied", "Model", "PlannerBackend", "Step", "planner_backend"]
+__all__ = ["Applied", "AppliedPlan", "Model", "PlannerBackend", "Step", "planner_backend"]
 
 Model: TypeAlias = Any  # torch.nn.Module | mindspore.nn.Cell
 Step: TypeAlias = Callable[[], Any]  # one forward and backward
 
 
 class Applied(Protocol):
-    """What was applied to a model: rules, a plan or a treatment; it can be taken off again."""
+    """What was applied to a model: rules, a plan or a treatment. The end of a ``with`` block, or ``remove()``, takes it off."""
+
+    def __enter__(self) -> Self:
+        """Nothing more is applied."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """The same as :meth:`remove`."""
 
     def remove(self) -> None:
         """Put the model back as it was; nothing happens the second time."""
@@ -38,6 +50,18 @@ class Applied(Protocol):
 
     def summary(self) -> str:
         """One line: by how much memory falls, and what that costs."""
+
+
+class AppliedPlan(Applied, Protocol):
+    """A plan that was applied to a model."""
+
+    plan: Plan
+    measured: StepMeasure | None  # the step under this plan; None where ``fit_memory`` did not measure it
+    history: tuple[Mapping[str, Any], ...]  # every plan that ``fit_memory`` measured
+    stored_at: str | None  # the file of a store of plans that it came from, where nothing was planned
+
+    def report(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan and what became of it: JSON for a name that ends in .json, text otherwise."""
 
 
 class PlannerBackend(Protocol):
@@ -63,7 +87,7 @@ class PlannerBackend(Protocol):
     ) -> Profile:
         """Run the step a few times and write down what it is made of."""
 
-    def apply_plan(self, model: Model, plan: Plan, *, device_bytes: int | None = None) -> Any:
+    def apply_plan(self, model: Model, plan: Plan, *, device_bytes: int | None = None) -> AppliedPlan:
         """Put the plan's regions in the place of the model's blocks."""
 
     def measure_step(self, model: Model, step: Step, *, steps: int, is_guarded: bool = False) -> StepMeasure:

@@ -30,7 +30,7 @@ from collections.abc import Collection, Iterable
 from typing import Final, NamedTuple
 
 from hyper_parallel.fates import Fate
-from hyper_parallel.planner.profile import BLOCK_INPUT, BlockKind, CutRegion
+from hyper_parallel.planner.profile import BLOCK_INPUT, BlockKind, CutRegion, HostCost
 
 __all__ = [
     "LEFT_ALONE",
@@ -61,6 +61,8 @@ RUN, ADMIT, RELEASE, PREFETCH, FETCH, LET_GO, FREE, END = range(8)
 
 FORWARD, REPLAY, BACKWARD = "forward", "replay", "backward"
 
+_NO_HOST: Final = HostCost()
+
 
 class Choice(NamedTuple):
     """What becomes of one block under one cut into regions."""
@@ -74,7 +76,7 @@ LEFT_ALONE: Final = Choice(-1, (), ())
 
 
 class TraceEvent(NamedTuple):
-    """One moment. ``RUN`` uses all fields, the others ``record``."""
+    """One moment. ``RUN`` uses all fields, the others ``record``, ``phase`` and ``host_seconds``."""
 
     what: int
     record: int = -1
@@ -84,6 +86,7 @@ class TraceEvent(NamedTuple):
     peak_parts: tuple[tuple[int, int], ...] = ()  # (part, bytes) at the peak, above those at its start
     net_parts: tuple[tuple[int, int], ...] = ()
     phase: str = FORWARD
+    host_seconds: float = 0.0  # what the host takes to issue it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +99,6 @@ class BlockTrace:
     wanted: tuple[int, ...]  # records in the order backward asks for them
     compute_seconds: float
     replay_seconds: float
-    region_ops: int
     replayed_ops: int
     events: int  # how long it is
 
@@ -196,7 +198,7 @@ class _Writer:
         self._begin()
 
     def _begin(self) -> None:
-        self._run_seconds = 0.0
+        self._run_seconds = self._host_seconds = 0.0
         self._net = self._peak = 0
         self._parts = [0] * len(PARTS)
         self._peak_parts = tuple(self._parts)
@@ -226,12 +228,28 @@ class _Writer:
             else:
                 self.seconds += seconds
 
+    def issue(self, seconds: float) -> None:
+        """The host spends this."""
+        if seconds:
+            self._is_empty = False
+            self._host_seconds += seconds
+
     def close(self) -> None:
         if not self._is_empty:
             sparse = tuple((part, nbytes) for part, nbytes in enumerate(self._parts) if nbytes)
             at_peak = tuple((part, nbytes) for part, nbytes in enumerate(self._peak_parts) if nbytes)
             self.events.append(
-                TraceEvent(RUN, -1, self._run_seconds, self._peak, self._net, at_peak, sparse, self.phase),
+                TraceEvent(
+                    RUN,
+                    -1,
+                    self._run_seconds,
+                    self._peak,
+                    self._net,
+                    at_peak,
+                    sparse,
+                    self.phase,
+                    self._host_seconds,
+                ),
             )
         self._begin()
 
@@ -240,16 +258,19 @@ class _Writer:
             self.close()
             self.phase = phase
 
-    def emit(self, what: int, record: int = -1) -> None:
+    def emit(self, what: int, record: int = -1, *, host_seconds: float = 0.0) -> None:
         self.close()
-        self.events.append(TraceEvent(what, record, phase=self.phase))
+        self.events.append(TraceEvent(what, record, phase=self.phase, host_seconds=host_seconds))
 
 
 class _Block:
     """A kind with a choice: where each value lives."""
 
-    def __init__(self, analysis: KindAnalysis, choice: Choice, input_bytes: int, min_bytes: int) -> None:
+    def __init__(
+        self, analysis: KindAnalysis, choice: Choice, input_bytes: int, min_bytes: int, host: HostCost
+    ) -> None:
         self.analysis = analysis
+        self.host = host
         self.kind = analysis.kind
         self.choice = choice
         self.count = len(self.kind.ops)
@@ -297,9 +318,11 @@ class _Block:
         self.fetched_by[number] = asker
 
 
-def make_block_trace(analysis: KindAnalysis, choice: Choice, *, input_bytes: int, min_bytes: int) -> BlockTrace:
+def make_block_trace(
+    analysis: KindAnalysis, choice: Choice, *, input_bytes: int, min_bytes: int, host: HostCost = _NO_HOST
+) -> BlockTrace:
     """The trace of one block."""
-    block = _Block(analysis, choice, input_bytes, min_bytes)
+    block = _Block(analysis, choice, input_bytes, min_bytes, host)
     forward, backward = _Writer(), _Writer()
     _write_forward(block, forward)
     replayed_ops = _write_backward(block, backward)
@@ -312,7 +335,6 @@ def make_block_trace(analysis: KindAnalysis, choice: Choice, *, input_bytes: int
         wanted=tuple(wanted),
         compute_seconds=forward.seconds + backward.seconds,
         replay_seconds=backward.replay_seconds,
-        region_ops=sum(region.stop_op - region.first_op for region in block.regions),
         replayed_ops=replayed_ops,
         events=len(forward.events) + len(backward.events),
     )
@@ -347,7 +369,7 @@ def _write_forward(block: _Block, writer: _Writer) -> None:
         local_bytes[value] = local
 
     def admit(value: int, now: int) -> None:
-        writer.emit(ADMIT, block.record_of[value])
+        writer.emit(ADMIT, block.record_of[value], host_seconds=block.host.swap_out_seconds)
         local_bytes[value] = 0
         last_read = block.analysis.last_read[value]
         if last_read < now:
@@ -358,7 +380,11 @@ def _write_forward(block: _Block, writer: _Writer) -> None:
 
     born(BLOCK_INPUT)
     writer.touch()
+    issuing = block.kind.host_forward_seconds / block.count
+    begins = {region.first_op for region in block.regions}
     for at, op in enumerate(block.kind.ops):
+        writer.issue(block.host.region_seconds if at in begins else 0.0)
+        writer.issue(issuing + (0.0 if block.region_of[at] is None else block.host.region_op_seconds))
         for value in block.admitted_at.get(at, ()):
             admit(value, at)
         born(at)
@@ -413,6 +439,7 @@ def _write_backward_of_op(block: _Block, writer: _Writer, at: int, *, is_first: 
     else:
         writer.touch(block.kind.backward_transient_bytes if is_first else 0)
     writer.work(block.analysis.backward_seconds[at])
+    writer.issue(block.kind.host_backward_seconds / block.count)
 
 
 def _write_region(block: _Block, writer: _Writer, number: int) -> int:
@@ -426,11 +453,12 @@ def _write_region(block: _Block, writer: _Writer, number: int) -> int:
     for value, until in kept_until.items():
         frees.setdefault(until, []).append(value)
     working: dict[int, int] = {}
+    writer.issue(block.host.region_backward_seconds)
     for at in reversed(own):
         if at == replay.at:
             working = _write_replay(block, writer, replay)
         for record in replay.fetched_in_backward.get(at, ()):
-            writer.emit(FETCH, record)
+            writer.emit(FETCH, record, host_seconds=block.host.swap_in_seconds)
         _write_backward_of_op(block, writer, at, is_first=at == region.stop_op - 1)
         for value in frees.get(at, ()):
             if value in working:
@@ -500,7 +528,7 @@ def _write_replay(block: _Block, writer: _Writer, replay: _Replay) -> dict[int, 
     runs = set(replay.runs)
     for at in range(replay.region.first_op, replay.stop):
         for record in replay.fetched_before.get(at, ()):
-            writer.emit(FETCH, record)
+            writer.emit(FETCH, record, host_seconds=block.host.swap_in_seconds)
         if at in runs:
             op = block.kind.ops[at]
             stays = block.kept[at] if at in replay.kept_until else 0
@@ -511,6 +539,7 @@ def _write_replay(block: _Block, writer: _Writer, replay: _Replay) -> dict[int, 
             ends[last] = ends.get(last, 0) + op.output_bytes - stays
             writer.touch(op.workspace_bytes)
             writer.work(op.seconds)
+            writer.issue(block.host.replayed_op_seconds)
         writer.bytes(WORK, -ends.pop(at, 0))
     writer.touch()
     fetched = {record for records in replay.fetched_before.values() for record in records}

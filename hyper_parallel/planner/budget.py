@@ -6,7 +6,7 @@ process, and nothing is subtracted for weights: they are inside the budget.
 
 What a device can give (:class:`DeviceMemory`) is what the driver reports as free, and what this process's allocator
 already holds. Memory of other processes, and of this process outside the allocator (the driver's context, communication
-buffers), is in neither of them, so it is left out by itself.
+buffers), is in neither of them, so it is not counted.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol, TypeVar
 from hyper_parallel.config import show_bytes
 from hyper_parallel.errors import ActivationError, BudgetTooSmallError, FarMemoryError, PlanError
 from hyper_parallel.fates import Fate
-from hyper_parallel.planner.backend import Model, Step, planner_backend
+from hyper_parallel.planner.backend import AppliedPlan, Model, Step, planner_backend
 from hyper_parallel.planner.budget import agreed_budget, check_budget, is_share
 from hyper_parallel.planner.plan import Corrections, Plan
 from hyper_parallel.planner.plan_store import PlanStore, Store, fit_with_store
@@ -33,6 +33,7 @@ _BEYOND: Final = 1.05  # what a step that ran out of memory counts as, over what
 _AS_FAST: Final = 1.005
 _MUCH_FASTER: Final = 1.01  # a simple plan that is this much faster takes the place of a searched one
 _CLEARLY: Final = 1.1  # a simple plan that is predicted to be this much slower or larger is not measured
+_MOST_IN_VAIN: Final = 2
 _SIMULATED: Final = "simulated accelerator"
 
 Result = TypeVar("Result")
@@ -62,7 +63,7 @@ def profile_memory(model: Model, step: Step, *, blocks: str | Sequence[str] | No
 
     Args:
         model: a model with repeated blocks, on the device that the plan is for.
-        step: a callable that runs one forward and backward of this model. It is run about ten times and leaves no trace:
+        step: a callable that runs one forward and backward of this model. It is run ten to fifteen times and leaves no trace:
             gradients, buffers, random state and module tree are as before, or the error says what changed.
         blocks: patterns of the modules to treat as blocks; None: the repeated ones are found.
         steps: how many steps are timed; medians are taken.
@@ -77,7 +78,7 @@ def profile_memory(model: Model, step: Step, *, blocks: str | Sequence[str] | No
     return planner_backend().profile_memory(model, step, blocks=blocks, steps=steps)
 
 
-def apply_plan(model: Model, plan: Plan, *, device_bytes: int | None = None) -> Any:
+def apply_plan(model: Model, plan: Plan, *, device_bytes: int | None = None) -> AppliedPlan:
     """Put a plan's regions into the model; blocks that the plan leaves alone are not touched at all.
 
     Args:
@@ -106,7 +107,7 @@ def fit_memory(
     attempts: int = 5,
     steps: int = 3,
     store: Store = None,
-) -> Any:
+) -> AppliedPlan:
     """Make ``step`` keep a memory budget: profile, plan, apply, measure, and correct until prediction and truth agree.
 
     Args:
@@ -121,7 +122,7 @@ def fit_memory(
         profile: one of this model that was made before; None: it is made now.
         plan: one to begin with, made from that profile; None: it is made now.
         tolerance: how far measured and predicted may lie apart before the plan is made again.
-        attempts: how many plans are tried at most.
+        attempts: how many plans are tried at most; two in a row that are no faster end it sooner.
         steps: how many steps are timed each time.
         store: a folder of plans that were fitted before, True for one in the user's cache, None for no store. Where the
             model, the shapes, the device, the releases, the settings and the budget are those of a plan in it, one step is
@@ -189,7 +190,7 @@ class _Fit:
         self.planning: Planning | None = None
         self.tried: set[Hashable] = set()  # the decisions of the searched plans that were measured
 
-    def run(self) -> Any:
+    def run(self) -> AppliedPlan:
         """Profile once, then plan and measure until they agree."""
         with self.backend.guarded(self.model, who="fit_memory"):
             profile = self._profile()
@@ -231,6 +232,7 @@ class _Fit:
     def _searched(self, profile: Profile) -> tuple[tuple[Plan, StepMeasure] | None, BudgetTooSmallError | None]:
         corrections: Corrections | None = None
         best: tuple[Plan, StepMeasure] | None = None
+        in_vain = 0  # plans in a row that fitted and were no faster
         for _ in range(self.attempts):
             plan = self._plan(profile, corrections)
             if isinstance(plan, BudgetTooSmallError):
@@ -247,9 +249,11 @@ class _Fit:
                 agrees = self._agrees(plan, measured, profile)
                 # Of two that are as fast, the one whose prediction held.
                 slack = 1.0 if not agrees else _AS_FAST if _has_real_time(profile) else float("inf")
-                if best is None or measured.step_seconds < slack * best[1].step_seconds:
+                is_best = best is None or measured.step_seconds < slack * best[1].step_seconds
+                if is_best:
                     best = plan, measured
-                if agrees:
+                in_vain = 0 if is_best else in_vain + 1
+                if agrees or in_vain == _MOST_IN_VAIN:
                     break
             corrections = self._learn(plan, measured, profile)
         return best, None
@@ -264,7 +268,7 @@ class _Fit:
         """
         if self.budget < profile.base.total:
             return best  # weights, gradients and states alone are more, under any plan
-        corrections = None if best is None else best[0].corrections
+        corrections = Corrections() if best is None else best[0].corrections
         # Steps that come out faster than predicted do so under any plan; a slower one may be the searched plan's own fault.
         scale = 1.0 if best is None else min(1.0, best[1].step_seconds / best[0].predicted_step_seconds)
         for way in simple_plans(profile):
@@ -277,6 +281,8 @@ class _Fit:
             if measured is None:
                 continue
             scale = min(scale, measured.step_seconds / plan.predicted_step_seconds)
+            missed = max(0, measured.peak_bytes - plan.predicted_peak_bytes)  # by the ways that follow too, likely
+            corrections = dataclasses.replace(corrections, peak_bytes=corrections.peak_bytes + missed)
             plan = as_measured(
                 plan, profile, peak_bytes=measured.peak_bytes, step_seconds=_finite(measured.step_seconds)
             )

@@ -99,7 +99,7 @@ class Corrections:
     """What measuring an applied plan taught: fed back into the next plan."""
 
     peak_bytes: int = 0  # measured less predicted; added to every peak
-    time_scale: float = 1.0  # measured over predicted; multiplies all compute
+    time_scale: float = 1.0  # measured over predicted; multiplies all compute, and what the host takes
     stall_cost: float = 1.0  # the part of a simulated wait that shows in the step
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Final, TypeAlias
 
 from hyper_parallel.config import show_bytes
 from hyper_parallel.errors import PlanError, PlanWarning
-from hyper_parallel.planner.backend import Model, PlannerBackend, Step
+from hyper_parallel.planner.backend import AppliedPlan, Model, PlannerBackend, Step
 from hyper_parallel.planner.plan import Plan
 from hyper_parallel.planner.step_identity import FittedStep, StepIdentity
 
@@ -128,8 +128,8 @@ def fit_with_store(
     blocks: str | Sequence[str] | None,
     budget_bytes: int,
     question: Sequence[str],
-    search: Callable[[], Any],
-) -> Any:
+    search: Callable[[], AppliedPlan],
+) -> AppliedPlan:
     """Apply the plan that was fitted to this very step before; where there is none, ``search`` for one and keep it.
 
     ``question``: what else the answer depends on, in words: the budget as it was written, the settings of the search.

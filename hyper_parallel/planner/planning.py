@@ -109,16 +109,15 @@ def _calibrated(profile: Profile, budget: int) -> Corrections:
     """Make the step left alone come out as it was measured.
 
     Bytes that the simulator does not explain are added to every peak; bytes that it only imagines stay as a margin, unless
-    the measured step fits: then it fits. Time is scaled, unless the host decides how long the step takes.
+    the measured step fits: then it fits.
     """
     if profile.measured.under != "none":
         return Corrections()
     simulator = StepSimulator(profile)
     alone = Solver(simulator).untouched().step
-    is_host_bound = profile.host.step_seconds >= 0.95 * profile.measured.step_seconds
     scale = 1.0
-    if alone.compute_seconds > 0 and profile.measured.step_seconds > 0 and not is_host_bound:
-        scale = min(max(profile.measured.step_seconds / alone.compute_seconds, 0.5), 2.0)
+    if alone.step_seconds > 0 and profile.measured.step_seconds > 0:
+        scale = min(max(profile.measured.step_seconds / alone.step_seconds, 0.5), 2.0)
     unexplained = profile.measured.peak_bytes - alone.peak_bytes
     fits = profile.measured.peak_bytes <= budget
     return Corrections(peak_bytes=unexplained if fits else max(0, unexplained), time_scale=scale)

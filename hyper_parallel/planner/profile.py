@@ -47,7 +47,7 @@ __all__ = [
     "Segment",
 ]
 
-SCHEMA: Final = "hyper_parallel.profile/1"
+SCHEMA: Final = "hyper_parallel.profile/2"
 BLOCK_INPUT: Final = -1
 MOST_BLOCKS: Final = 10_000
 MOST_OPS: Final = 20_000
@@ -169,12 +169,21 @@ class BlockKind:
     gradient_bytes: int = 0  # weight gradients that its backward makes and leaves behind
     input_kept_by: tuple[int, ...] = ()  # ops whose backward holds the block's input; empty: none does
     runs_from_tape: bool = False  # whether its regions replay recorded ops; False: they run Python again
+    host_forward_seconds: float = 0.0  # what the host takes to issue the block left alone; 0: less than the device
+    host_backward_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         require(
             0 < len(self.ops) <= MOST_OPS, f"BlockKind {self.name}: has {len(self.ops)} ops; 1 to {MOST_OPS} are read"
         )
-        _not_negative(self, "backward_seconds", "backward_transient_bytes", "gradient_bytes")
+        _not_negative(
+            self,
+            "backward_seconds",
+            "backward_transient_bytes",
+            "gradient_bytes",
+            "host_forward_seconds",
+            "host_backward_seconds",
+        )
         if not self.cuts:
             whole = CutRegion(module="", first_op=0, stop_op=len(self.ops))
             object.__setattr__(self, "cuts", (Cut(regions=(whole,)),))
@@ -296,15 +305,20 @@ class EngineSettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostCost:
-    """What the host spends; it decides where the device waits for launches. Zero: the host is never the slower one."""
+    """What the host spends on regions and swaps, beside ``BlockKind.host_forward_seconds`` and ``host_backward_seconds``.
 
-    step_seconds: float = 0.0  # issuing the step left alone
-    region_op_seconds: float = 0.0  # extra per op of a replayed region's forward
+    Where that is more than the device takes, the device waits. Zero: the host is never the slower one.
+    """
+
+    region_seconds: float = 0.0  # to begin and end one region's forward
+    region_backward_seconds: float = 0.0  # the same in backward
+    region_op_seconds: float = 0.0  # extra per op of a region's forward
     replayed_op_seconds: float = 0.0  # per op of a replay, the op's own launch included
-    swap_seconds: float = 0.0  # per swapped value, out and back
+    swap_out_seconds: float = 0.0  # per value that leaves
+    swap_in_seconds: float = 0.0  # per value that comes back
 
     def __post_init__(self) -> None:
-        _not_negative(self, "step_seconds", "region_op_seconds", "replayed_op_seconds", "swap_seconds")
+        _not_negative(self, *(field.name for field in dataclasses.fields(self)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,15 +8,17 @@ host is the slower one, where the allocator retries. What a person would try fir
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from hyper_parallel.config import show_bytes
 from hyper_parallel.fates import Fate
 from hyper_parallel.planner import by_hand
+from hyper_parallel.planner.block_trace import Choice
 from hyper_parallel.planner.moves import Solution
 from hyper_parallel.planner.plan import BlockPlan, Corrections, Plan, Recipe, RegionPlan
 from hyper_parallel.planner.planning import untouched_prediction, written_plan
-from hyper_parallel.planner.profile import Profile
+from hyper_parallel.planner.profile import EngineSettings, Profile
 from hyper_parallel.planner.solve import Solver
 from hyper_parallel.planner.step_simulator import StepSimulator
 
@@ -45,8 +47,9 @@ def simple_plan(profile: Profile, budget: int, way: SimplePlan, corrections: Cor
     """Every block treated in one way. What a swap of whole blocks comes to is not simulated: measuring says it."""
     solver = Solver(StepSimulator(profile, corrections))
     if way.is_replayed:
-        answer = solver.simulate(Solution(solver.by_hand[way.name], profile.engine))
-        return _named(written_plan(solver, answer, budget), way.name)
+        choices = solver.by_hand[way.name]
+        answers = [solver.simulate(Solution(choices, settings)) for settings in _settings(solver, choices)]
+        return _named(written_plan(solver, min(answers, key=lambda answer: answer.key(budget)), budget), way.name)
     untouched = untouched_prediction(solver)
     region = RegionPlan(module="", input_fate=Fate.SWAP, ops=(), is_replayed=False)
     return Plan(
@@ -58,6 +61,16 @@ def simple_plan(profile: Profile, budget: int, way: SimplePlan, corrections: Cor
         predicted=untouched,
         untouched=untouched,
     )
+
+
+def _settings(solver: Solver, choices: Sequence[Choice]) -> Iterator[EngineSettings]:
+    """The engine's own settings, and those under which swapped values take the least room."""
+    engine = solver.profile.engine
+    yield engine
+    traces = [solver.simulator.trace(block, choice) for block, choice in enumerate(choices)]
+    largest = max((nbytes for trace in traces for nbytes in trace.records), default=0)
+    if engine.is_tunable and largest:
+        yield dataclasses.replace(engine, window_bytes=largest, tail_bytes=0, prefetch_bytes=2 * largest)
 
 
 def _named(plan: Plan, reason: str) -> Plan:

@@ -1,4 +1,4 @@
-"""Simulates one step: compute, the link out, the link back, and every byte on the device.
+"""Simulates one step: the host, compute, the link out, the link back, and every byte on the device.
 
 It mirrors the engine. Memory follows the order in which the host issues work, because that is how a stream-ordered
 allocator counts it; time follows the device. So the end of a copy frees nothing yet: bytes go when the window forces the
@@ -16,6 +16,8 @@ Rules
 5. When a region's replay is over our own references go. A copy out that was called off (rule 4) must end before that, so
    compute waits for it.
 6. Over the host's cap a value goes to disk, over the disk's cap it stays on the device.
+7. The host issues everything in order and waits for nothing. Work and copies start when they are issued, at the earliest, and
+   work ends no sooner than its last op was issued.
 """
 
 from __future__ import annotations
@@ -135,7 +137,13 @@ class StepSimulator:
         trace = self._traces.get(key)
         if trace is None:
             min_bytes = self.profile.engine.min_bytes
-            trace = make_block_trace(self.analyses[row.kind], choice, input_bytes=row.input_bytes, min_bytes=min_bytes)
+            trace = make_block_trace(
+                self.analyses[row.kind],
+                choice,
+                input_bytes=row.input_bytes,
+                min_bytes=min_bytes,
+                host=self.profile.host,
+            )
             self._traces[key] = trace
             self.cost += _MAKING * trace.events
         return trace
@@ -163,7 +171,9 @@ class _Simulation:
         self.scale = simulator.corrections.time_scale
         self.traces = traces
         self.settings = settings
-        self.now = 0.0
+        self.now = 0.0  # of the device's compute
+        self.host = 0.0  # when the host has issued everything so far
+        self.host_waits = 0.0  # of the device, for the host
         self.live = profile.base.total
         self.peak = 0
         self.peak_where: tuple[str, int] = ("forward", -1)
@@ -192,12 +202,18 @@ class _Simulation:
 
     def _run(self, event: TraceEvent, block: int) -> None:
         """Work, and bytes that come and go with it."""
-        _, _, seconds, peak, net, _, _, phase = event
+        _, _, seconds, peak, net, _, _, phase, host_seconds = event
         if self.live + peak > self.peak:
             self.peak = self.live + peak
             self.peak_where = (phase, block)
         self.live += net
-        self.now += seconds * self.scale
+        compute = seconds * self.scale
+        end = self.now + compute
+        if host_seconds:  # rule 7
+            start, self.host = self.host, self.host + host_seconds * self.scale
+            end = max(end, start + compute, self.host)
+            self.host_waits += end - self.now - compute
+        self.now = end
 
     def _rename_bytes(self, source: int, target: int, nbytes: int) -> None:
         """Bytes that stay on the device are counted under another part from now on."""
@@ -240,6 +256,7 @@ class _Simulation:
             if what == RUN:
                 run(event, block)
             elif what == ADMIT:
+                self.host += event.host_seconds * self.scale
                 self._admit(sizes[event[1]], records)
             else:
                 assert what == RELEASE, "nothing else happens in forward"
@@ -269,7 +286,7 @@ class _Simulation:
             return
         lane.used += record.nbytes
         link = lane.link
-        start = max(lane.out_free, record.ready)
+        start = max(lane.out_free, record.ready, self.host)
         lane.out_free = record.out_end = start + link.copy_seconds + record.nbytes / link.out_bytes_per_second
         record.far = lane
         record.state = LEAVING
@@ -301,6 +318,7 @@ class _Simulation:
             if what == RUN:
                 run(event, block)
             elif what == FETCH:
+                self.host += event.host_seconds * self.scale
                 self._fetch(records[event[1]])
                 self._check_peak(event.phase, block)
             elif what == LET_GO:
@@ -360,7 +378,7 @@ class _Simulation:
         lane = record.far
         assert lane is not None, "a far record has a lane"
         link = lane.link
-        start = max(lane.in_free, self.now, record.out_end)
+        start = max(lane.in_free, self.now, self.host, record.out_end)
         lane.in_free = record.in_end = start + link.copy_seconds + record.nbytes / link.in_bytes_per_second
         record.state = COMING
         self.in_bytes += record.nbytes
@@ -392,28 +410,22 @@ class _Simulation:
 
     def _result(self) -> SimulatedStep:
         assert self.live == self.profile.base.total + self.gradients, "every byte of the step is returned"
-        profile, host = self.profile, self.profile.host
-        segments = (profile.prologue, profile.epilogue)
+        segments = (self.profile.prologue, self.profile.epilogue)
         compute = sum(trace.compute_seconds for trace in self.traces)
         compute += sum(segment.forward_seconds + segment.backward_seconds for segment in segments)
         compute *= self.scale
         replay = sum(trace.replay_seconds for trace in self.traces) * self.scale
-        exposed = max(0.0, self.now - compute - replay) * self.corrections.stall_cost
-        issuing = (
-            host.step_seconds
-            + host.region_op_seconds * sum(trace.region_ops for trace in self.traces)
-            + host.replayed_op_seconds * sum(trace.replayed_ops for trace in self.traces)
-            + host.swap_seconds * self.moved_values
-        )
+        busy = compute + replay + self.host_waits
+        exposed = max(0.0, self.now - busy) * self.corrections.stall_cost
         return SimulatedStep(
             peak_bytes=self.peak + self.corrections.peak_bytes,
             peak_where=self._where(),
             peak_parts=self._parts_at_peak(),
-            step_seconds=max(compute + replay + exposed, issuing),
+            step_seconds=busy + exposed,
             compute_seconds=compute,
             replay_seconds=replay,
             exposed_seconds=exposed,
-            host_seconds=issuing,
+            host_seconds=self.host,
             out_bytes=self.out_bytes,
             in_bytes=self.in_bytes,
             swapped_values=self.moved_values,

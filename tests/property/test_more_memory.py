@@ -26,12 +26,22 @@ def on_tape(profile: Profile) -> Profile:
     """The same blocks run from tapes, on a host that takes as long as the device."""
     return dataclasses.replace(
         profile,
-        kinds=tuple(dataclasses.replace(kind, runs_from_tape=True) for kind in profile.kinds),
+        kinds=tuple(
+            dataclasses.replace(
+                kind,
+                runs_from_tape=True,
+                host_forward_seconds=0.95 * sum(op.seconds for op in kind.ops),
+                host_backward_seconds=0.6 * kind.backward_seconds,
+            )
+            for kind in profile.kinds
+        ),
         host=HostCost(
-            step_seconds=0.9 * profile.measured.step_seconds,
+            region_seconds=2e-4,
+            region_backward_seconds=1e-4,
             region_op_seconds=2e-6,
             replayed_op_seconds=8e-6,
-            swap_seconds=1e-4,
+            swap_out_seconds=6e-5,
+            swap_in_seconds=5e-5,
         ),
     )
 

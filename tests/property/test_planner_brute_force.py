@@ -84,7 +84,15 @@ def random_profile(seed: int) -> Profile:
     second = random.Random(f"tape and host {seed}")
     if second.random() < 0.5:  # fates depend on one another: what is kept spares the ops that only it needed
         kinds = [dataclasses.replace(kind, runs_from_tape=True) for kind in kinds]
-    seconds = sum(op.seconds for block in range(blocks) for op in kinds[block % len(kinds)].ops)
+    slow = second.choice((0.0, 0.7, 1.2))
+    kinds = [
+        dataclasses.replace(
+            kind,
+            host_forward_seconds=slow * sum(op.seconds for op in kind.ops),
+            host_backward_seconds=slow * kind.backward_seconds / 2,
+        )
+        for kind in kinds
+    ]
     return Profile(
         versions=Versions(framework="none", framework_version="0", device="none", library_version="0"),
         model_fingerprint=str(seed),
@@ -112,10 +120,12 @@ def random_profile(seed: int) -> Profile:
             is_tunable=False,
         ),
         host=HostCost(
-            step_seconds=second.choice((0.0, 2.0, 3.5)) * seconds,
+            region_seconds=second.choice((0.0, 1.0)),
+            region_backward_seconds=second.choice((0.0, 0.5)),
             region_op_seconds=second.choice((0.0, 0.3)),
             replayed_op_seconds=second.choice((0.0, 0.6)),
-            swap_seconds=second.choice((0.0, 0.5)),
+            swap_out_seconds=second.choice((0.0, 0.5)),
+            swap_in_seconds=second.choice((0.0, 0.4)),
         ),
     )
 

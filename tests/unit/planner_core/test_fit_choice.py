@@ -12,6 +12,7 @@ import pytest
 from hyper_parallel.errors import BudgetTooSmallError, SwapImpossibleError
 from hyper_parallel.planner import fit
 from hyper_parallel.planner.plan import Plan
+from hyper_parallel.planner.planning import Planning
 from hyper_parallel.planner.profile import Profile
 from hyper_parallel.planner.simple_plans import RECOMPUTED, RECOMPUTED_SWAPPED, SWAPPED, simple_plans
 
@@ -175,6 +176,28 @@ def test_a_searched_plan_that_missed_its_prediction_is_answered_with_what_was_me
     assert applied.plan.predicted_peak_bytes == FITS - 8
     assert sum(applied.plan.predicted.peak_parts.values()) == FITS - 8
     assert applied.plan.predicted_step_seconds == pytest.approx(1.0)
+
+
+def test_two_plans_in_a_row_that_are_no_faster_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made with corrections that swing, they would go on to swing."""
+    profile = small_profile()
+    first = Planning(profile).plan(FITS, None)
+    plans = [
+        dataclasses.replace(first, settings=dataclasses.replace(first.settings, window_bytes=at)) for at in range(5)
+    ]
+    seconds = [12.0, 10.0, 11.0, 10.5, 1.0]
+    device = PaperDevice(profile, {way: Measure(FITS, 20.0) for way in WAYS})
+    searched = iter(zip(plans, seconds))
+
+    def next_plan(self: Any, *_: Any) -> Plan:
+        plan, device.script[SEARCHED] = next((plan, Measure(FITS, time)) for plan, time in searched)
+        return plan
+
+    monkeypatch.setattr(fit, "planner_backend", lambda: device)
+    monkeypatch.setattr(fit._Fit, "_plan", next_plan)
+    applied = fit.fit_memory(None, lambda: None, FITS, attempts=5, steps=1)
+    assert device.measured.count(SEARCHED) == 4
+    assert applied.plan.settings.window_bytes == 1
 
 
 def test_a_faster_simple_plan_that_does_not_fit_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -210,7 +210,7 @@ def test_a_file_that_was_changed(tmp_path: Path) -> None:
 def test_a_profile_is_no_plan(tmp_path: Path) -> None:
     small_profile().save(tmp_path / "profile.json")
     with pytest.raises(
-        PlanError, match=r"schema is 'hyper_parallel.profile/1', this version reads 'hyper_parallel.plan/1'"
+        PlanError, match=r"schema is 'hyper_parallel.profile/2', this version reads 'hyper_parallel.plan/1'"
     ):
         Plan.load(tmp_path / "profile.json")
 

@@ -207,12 +207,57 @@ def test_where_only_the_blocks_transient_bytes_are_known_they_stand_at_its_start
     )
 
 
-def test_the_host_can_be_the_slower_one() -> None:
-    host = HostCost(step_seconds=11.0, region_op_seconds=0.5, replayed_op_seconds=1.0, swap_seconds=0.25)
-    profile = small_profile(host=host)
-    assert simulate(LEFT_ALONE, LEFT_ALONE, profile=profile).step_seconds == pytest.approx(12.0)
-    assert simulate(RECOMPUTE, RECOMPUTE, profile=profile).step_seconds == pytest.approx(11 + 4 * 0.5 + 2 * 1.0)
-    assert simulate(SWAP, SWAP, profile=profile).host_seconds == pytest.approx(11 + 4 * 0.5 + 2 * 0.25)
+def issued_in(forward: float, backward: float = 0.0, **host: float) -> Profile:
+    """Blocks of two ops of 1 s and twice that in backward, which the host takes this long to issue."""
+    kind = dataclasses.replace(KIND, host_forward_seconds=forward, host_backward_seconds=backward)
+    return small_profile(kind=kind, host=HostCost(**host))
+
+
+def test_a_host_that_is_faster_than_the_device_costs_nothing() -> None:
+    line = simulate(LEFT_ALONE, LEFT_ALONE, profile=issued_in(1.5, 3.0))
+    assert line.step_seconds == pytest.approx(12.0)
+    assert line.host_seconds == pytest.approx(2 * (1.5 + 3.0))
+
+
+def test_the_device_waits_for_a_host_that_is_slower_in_forward_and_does_not_get_that_back() -> None:
+    # Forward is issued in 6 s where the device takes 4; backward takes the device 8 s whatever the host does.
+    line = simulate(LEFT_ALONE, LEFT_ALONE, profile=issued_in(3.0, 1.0))
+    assert line.step_seconds == pytest.approx(6 + 8)
+    assert (line.compute_seconds, line.exposed_seconds) == (pytest.approx(12.0), 0)
+
+
+def test_regions_and_what_runs_in_them_are_issued_too() -> None:
+    host = {
+        "region_seconds": 0.5,
+        "region_op_seconds": 0.25,
+        "region_backward_seconds": 0.125,
+        "replayed_op_seconds": 1.0,
+    }
+    line = simulate(RECOMPUTE, RECOMPUTE, profile=issued_in(2.0, 4.0, **host))
+    assert line.host_seconds == pytest.approx(2 * (2.0 + 0.5 + 2 * 0.25 + 4.0 + 0.125 + 1 * 1.0))
+    assert line.step_seconds == pytest.approx(
+        line.host_seconds
+    )  # 16.25 s, where the device takes 12 and 2 for the replays
+    assert simulate(LEFT_ALONE, LEFT_ALONE, profile=issued_in(2.0, 4.0, **host)).step_seconds == pytest.approx(12.0)
+
+
+def test_a_swap_is_issued_out_and_back_and_its_copies_start_no_sooner() -> None:
+    fast = Link(out_bytes_per_second=1000.0, in_bytes_per_second=1000.0)
+    host = {"swap_out_seconds": 3.0, "swap_in_seconds": 2.0}
+    profile = dataclasses.replace(issued_in(2.0, 4.0, **host), link=fast)
+    line = simulate(SWAP, SWAP, profile=profile)
+    assert line.host_seconds == pytest.approx(2 * (2.0 + 3.0 + 2.0 + 4.0))
+    assert line.step_seconds == pytest.approx(line.host_seconds)
+    # Without their backward: forward alone is 4 s of work, and 10 s of issuing.
+    assert (
+        simulate(SWAP, SWAP, profile=dataclasses.replace(issued_in(2.0, 0.0, **host), link=fast)).step_seconds >= 10 + 8
+    )
+
+
+def test_time_that_is_scaled_is_the_hosts_too() -> None:
+    profile = issued_in(3.0, 5.0)
+    twice = StepSimulator(profile, Corrections(time_scale=2.0)).explain((LEFT_ALONE, LEFT_ALONE), SETTINGS)
+    assert twice.step_seconds == pytest.approx(2 * simulate(LEFT_ALONE, LEFT_ALONE, profile=profile).step_seconds)
 
 
 def test_corrections_shift_the_peak_and_scale_the_work() -> None:

@@ -60,6 +60,7 @@ def make_kind(
     forward_seconds: float | None,
     backward_seconds: float | None,
     runs_from_tape: bool,
+    host_seconds: tuple[float, float],
 ) -> BlockKind:
     """One kind. The seconds of the block, where they were measured without an observer, scale those of its ops."""
     seen = memory.seen
@@ -99,6 +100,8 @@ def make_kind(
         backward_transient_bytes=max(node_bytes, default=0),
         input_kept_by=_clamped(seen.input_kept_by, 0, count),
         runs_from_tape=runs_from_tape,
+        host_forward_seconds=host_seconds[0],
+        host_backward_seconds=host_seconds[1],
     )
 
 

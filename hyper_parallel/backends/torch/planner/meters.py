@@ -6,7 +6,7 @@ Bytes are *active* bytes: a block that a copy stream still owns counts, as it do
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -18,6 +18,9 @@ from hyper_parallel.simulation.simulation import Simulation
 __all__ = ["AcceleratorMeter", "Meter", "SimulatedMeter", "has_device_memory", "meter_for"]
 
 Mark = Any  # torch.Event | float
+
+_SLEEP_CYCLES: Final = 2_000_000  # about a millisecond
+_LONGEST_HOLD_S: Final = 0.5
 
 
 class Meter(Protocol):
@@ -42,7 +45,7 @@ class Meter(Protocol):
         """All bytes that this process could use: free, and held by its allocator. None: nothing limits them."""
 
     def total_bytes(self) -> int | None:
-        """The memory of the device, whoever uses it; None: there is no end to it."""
+        """The memory of the whole device, all processes included; None where it has no limit."""
 
     def mark(self) -> Mark:
         """This moment on the device."""
@@ -52,6 +55,9 @@ class Meter(Protocol):
 
     def wait(self) -> None:
         """Let the device finish what is queued."""
+
+    def hold(self, seconds: float) -> None:
+        """Keep the device busy for about this long, so that what is queued meanwhile then runs without gaps."""
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """Whether this is the device saying that it is full."""
@@ -69,6 +75,7 @@ class AcceleratorMeter:
         self._device = device
         self._module: Any = torch.get_device_module(device)  # torch.cuda | torch.npu | torch.xpu
         self.device_name = str(self._module.get_device_name(device))
+        self._cycles_per_second: float | None = None
 
     def _statistic(self, name: str) -> int:
         return int(self._module.memory_stats(self._device).get(name, 0))
@@ -113,6 +120,19 @@ class AcceleratorMeter:
     def wait(self) -> None:
         """See :class:`Meter`."""
         self._module.synchronize(self._device)
+
+    def hold(self, seconds: float) -> None:
+        """See :class:`Meter`. A device whose module cannot sleep is not held."""
+        sleep = getattr(self._module, "_sleep", None)
+        if sleep is None or seconds <= 0:
+            return
+        if self._cycles_per_second is None:
+            start = self.mark()
+            sleep(_SLEEP_CYCLES)
+            end = self.mark()
+            self.wait()
+            self._cycles_per_second = _SLEEP_CYCLES / max(self.seconds(start, end), 1e-6)
+        sleep(int(min(seconds, _LONGEST_HOLD_S) * self._cycles_per_second))
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         """See :class:`Meter`."""
@@ -165,6 +185,9 @@ class SimulatedMeter:
         return max(0.0, float(end) - float(start))
 
     def wait(self) -> None:
+        """See :class:`Meter`."""
+
+    def hold(self, seconds: float) -> None:
         """See :class:`Meter`."""
 
     def is_out_of_memory(self, error: BaseException) -> bool:

@@ -5,8 +5,9 @@ Order of trials
 1. *Survey*: every block replayed, inputs swapped: which ops, which kinds. Gradients come into being here and stay for
    the other trials, as they are in a training run that accumulates: the larger of two cases.
 2. *Bytes*: one block of every kind left alone and observed op by op, the others replayed.
-3. *Seconds*, several times: the same with clocks; the others swap their inputs, so that the link is measured under load.
-4. *Plain*: nothing changed, where that fits: the step's own peak and time.
+3. *Host*: what it takes to issue each block as a region (see ``host_costs``). A simulated device is the host: not there.
+4. *Seconds*, several times: as for bytes, with clocks; the others swap their inputs, so that the link is measured under load.
+5. *Plain*: nothing changed, where that fits: the step's own peak and time, and then host and device apart.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from hyper_parallel.backends.torch.planner.blocks import (
     require_module,
 )
 from hyper_parallel.backends.torch.planner.device_memory import memory_of, optimizers_of
+from hyper_parallel.backends.torch.planner.host_costs import Issued, host_cost, issued
 from hyper_parallel.backends.torch.planner.kinds import group_by_kind, make_kind, shared_storages
 from hyper_parallel.backends.torch.planner.links import engine_settings, far_caps, measure_link
 from hyper_parallel.backends.torch.planner.meters import Meter, meter_for
@@ -40,7 +42,6 @@ from hyper_parallel.backends.torch.planner.segments import (
     call_of,
     epilogue,
     forward_seconds,
-    host_cost,
     kept_bytes,
     made_before_blocks,
     median,
@@ -70,6 +71,8 @@ from hyper_parallel.records.versions import Versions
 __all__ = ["profile_memory"]
 
 _FITS_SHARE: Final = 0.9  # of the device: an estimate above this is not tried
+_AHEAD: Final = 1.3  # the device is held for this many times what the host takes
+_OBSERVED_OP_SECONDS: Final = 60e-6  # what watching an op takes beside
 Step = Callable[[], Any]
 
 
@@ -112,7 +115,9 @@ class _Trials:
     timings: Sequence[TrialStep]
     plain: Sequence[TrialStep]  # none where the step left alone does not fit
     weighed: TrialStep | None
-    host: Mapping[str, float]  # seconds to issue a step whose blocks are all treated alike
+    region: TrialStep | None  # every block a region; the host's seconds. None: a simulated device
+    alone: TrialStep | None  # every block left alone; the host's seconds. None: simulated, or does not fit
+    busy: TrialStep | None  # the same, with the device's seconds
 
 
 class _Profiler:
@@ -146,10 +151,14 @@ class _Profiler:
         observed = {survey.calls[at].block for at in stand_ins}
         base = self._base()
         memory = self._trial(observed, rest=REPLAYED, reads_memory=True)
-        timings = [self._timed(observed) for _ in range(self.steps)]
-        host = {how: self._host_seconds(how) for how in (REPLAYED, REPLAYED_SWAPPED, REGION)}
+        self._issued(REGION)  # proves the tapes
+        region = None if self.meter.is_simulated else self._issued(REGION)
+        holds = {} if region is None else _holds_of_observed(region, observed, memory)
+        timings = [self._timed(observed, holds) for _ in range(self.steps)]
         kept = sum(kept_bytes(memory, survey.calls[stand_ins[kind]].block) for kind in kinds)
         plain, weighed = self._plain(memory, kept)
+        alone = None if self.meter.is_simulated or not plain else self._issued(ALONE)
+        busy = None if alone is None else self._issued(ALONE, _holds_of(alone))
         return self._record(
             _Trials(
                 calls=survey.calls,
@@ -161,7 +170,9 @@ class _Profiler:
                 timings=timings,
                 plain=plain,
                 weighed=weighed,
-                host=host,
+                region=region,
+                alone=alone,
+                busy=busy,
             )
         )
 
@@ -200,25 +211,37 @@ class _Profiler:
             other=max(0, self.meter.active_bytes() - weights - gradients - optimizer),
         )
 
-    def _trial(self, observed: set[str], *, rest: str, reads_memory: bool) -> TrialStep:
+    def _trial(
+        self,
+        observed: set[str],
+        *,
+        rest: str,
+        reads_memory: bool,
+        holds: Mapping[str, Issued] | None = None,
+        is_idle_before_blocks: bool = False,
+    ) -> TrialStep:
         how = {block.name: OBSERVED if block.name in observed else rest for block in self.blocks}
-        with trial_step(self.model, self.blocks, how, self.meter, reads_memory=reads_memory) as result:
+        with trial_step(
+            self.model,
+            self.blocks,
+            how,
+            self.meter,
+            reads_memory=reads_memory,
+            holds=holds,
+            is_idle_before_blocks=is_idle_before_blocks,
+        ) as result:
             self.step()
         return result
 
-    def _timed(self, observed: set[str]) -> TrialStep:
+    def _timed(self, observed: set[str], holds: Mapping[str, Issued]) -> TrialStep:
         with SwapManager().record_timeline() as spans:
-            result = self._trial(observed, rest=REPLAYED_SWAPPED, reads_memory=False)
+            result = self._trial(observed, rest=REPLAYED_SWAPPED, reads_memory=False, holds=holds)
         self.spans.extend(spans)
         return result
 
-    def _host_seconds(self, rest: str) -> float:
-        """How long the host takes to issue a step whose blocks are all treated like this."""
-        self.meter.wait()
-        how = {block.name: rest for block in self.blocks}
-        with trial_step(self.model, self.blocks, how, self.meter, reads_memory=False) as result:
-            self.step()
-        return result.points[-1].host_seconds - result.points[0].host_seconds
+    def _issued(self, rest: str, holds: Mapping[str, Issued] | None = None) -> TrialStep:
+        """Every block treated alike, begun on an idle device; behind ``holds``, the host is ahead of it from there on."""
+        return self._trial(set(), rest=rest, reads_memory=False, holds=holds, is_idle_before_blocks=True)
 
     def _plain(self, memory: TrialStep, kept: int) -> tuple[list[TrialStep], TrialStep | None]:
         """The step left alone, timed and weighed; nothing where it does not fit."""
@@ -242,7 +265,8 @@ class _Profiler:
         backend = backend_for(self.device, config)
         assert backend is not None, "a device that has a meter has a backend"
         rows = _rows(trials)
-        kinds = tuple(self._kind(trials, kind) for kind in range(len(trials.stand_ins)))
+        host = self._host_cost(trials)
+        kinds = tuple(self._kind(trials, kind, host) for kind in range(len(trials.stand_ins)))
         return Profile(
             versions=Versions(
                 framework="torch",
@@ -263,23 +287,37 @@ class _Profiler:
             engine=engine_settings(config),
             inputs=trials.inputs,
             device_memory=self.memory,
-            # A simulated device is the host, and its time is counted already.
-            host=HostCost()
-            if self.meter.is_simulated
-            else host_cost(trials.plain, trials.host, trials.calls, sum(replayed_ops(kinds[row.kind]) for row in rows)),
+            host=host,
         )
 
-    def _kind(self, trials: _Trials, kind: int) -> BlockKind:
+    def _host_cost(self, trials: _Trials) -> HostCost:
+        """Nothing where the device is simulated: it is the host, and its time is counted already."""
+        if trials.region is None:
+            return HostCost()
+        numbers = range(len(trials.calls))
+        replayed = [replayed_ops(self._kind(trials, kind, HostCost())) for kind in range(len(trials.stand_ins))]
+        return host_cost(
+            self.device,
+            self.meter,
+            alone=[] if trials.alone is None else [issued(trials.alone, [number]) for number in numbers],
+            region=[issued(trials.region, [number]) for number in numbers],
+            ops=sum(len(call.ops) for call in trials.calls),
+            replayed=sum(replayed[kind] for kind in trials.kinds),
+        )
+
+    def _kind(self, trials: _Trials, kind: int, host: HostCost) -> BlockKind:
         name = trials.calls[trials.stand_ins[kind]].block
         module = next(block.module for block in self.blocks if block.name == name)
         members = [number for number, of in enumerate(trials.kinds) if of == kind]
+        timed = trials.plain if trials.busy is None else [trials.busy]
         return make_kind(
             type(module).__name__,
             call_of(trials.memory, name),
             [(one, call_of(one, name)) for one in trials.timings],
-            forward_seconds=median([forward_seconds(one, number) for one in trials.plain for number in members]),
-            backward_seconds=median([backward_seconds(one, number) for one in trials.plain for number in members]),
+            forward_seconds=median([forward_seconds(one, number) for one in timed for number in members]),
+            backward_seconds=median([backward_seconds(one, number) for one in timed for number in members]),
             runs_from_tape=runs_from_tape(module),
+            host_seconds=_host_seconds(trials, members, host),
         )
 
     def _measured(self, plain: Sequence[TrialStep], weighed: TrialStep | None) -> Measured:
@@ -328,3 +366,29 @@ def _optimizer_states(model: nn.Module) -> list[torch.Tensor]:
             if id(parameter) in mine:
                 found += [value for value in state.values() if isinstance(value, torch.Tensor) and value.dim() > 0]
     return found
+
+
+def _host_seconds(trials: _Trials, members: Sequence[int], host: HostCost) -> Issued:
+    """What the host takes for a block left alone; where that does not fit, for a region, less what a region costs."""
+    if trials.alone is not None:
+        return issued(trials.alone, members)
+    if trials.region is None:
+        return 0.0, 0.0
+    forward, backward = issued(trials.region, members)
+    return max(0.0, forward - host.region_seconds), max(0.0, backward - host.region_backward_seconds)
+
+
+def _holds_of(trial: TrialStep) -> dict[str, Issued]:
+    """Long enough for the host to issue each block."""
+    seconds = {call.block: issued(trial, [number]) for number, call in enumerate(trial.calls)}
+    return {name: (_AHEAD * forward, _AHEAD * backward) for name, (forward, backward) in seconds.items()}
+
+
+def _holds_of_observed(region: TrialStep, observed: set[str], memory: TrialStep) -> dict[str, Issued]:
+    """The same for blocks that are observed op by op."""
+    watching = {call.block: _OBSERVED_OP_SECONDS * len(call.seen.ops) for call in memory.calls if call.seen is not None}
+    return {
+        name: (forward + watching[name], backward + watching[name])
+        for name, (forward, backward) in _holds_of(region).items()
+        if name in observed and name in watching
+    }

@@ -1,52 +1,24 @@
-"""What runs before and after the blocks, and what the host spends: read from the points of trial steps."""
+"""What runs before and after the blocks: read from the points of trial steps."""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from hyper_parallel.backends.torch.planner.op_observer import ObservedCall
-from hyper_parallel.backends.torch.planner.trial_steps import (
-    REGION,
-    REPLAYED,
-    REPLAYED_SWAPPED,
-    BlockCall,
-    TrialPoint,
-    TrialStep,
-)
-from hyper_parallel.planner.profile import HostCost, Segment
+from hyper_parallel.backends.torch.planner.trial_steps import BlockCall, TrialPoint, TrialStep
+from hyper_parallel.planner.profile import Segment
 
 __all__ = [
     "backward_seconds",
     "call_of",
     "epilogue",
     "forward_seconds",
-    "host_cost",
     "kept_bytes",
     "made_before_blocks",
     "median",
     "prologue",
 ]
-
-
-def host_cost(
-    plain: Sequence[TrialStep], host: Mapping[str, float], calls: Sequence[ObservedCall], replayed_ops: int
-) -> HostCost:
-    """Where the step left alone does not fit there is nothing to compare with, and the host counts for nothing.
-
-    ``replayed_ops``: how many ops run again where everything is recomputed.
-    """
-    issuing = median([one.points[-1].host_seconds - one.points[0].host_seconds for one in plain])
-    if issuing is None:
-        return HostCost()
-    ops = sum(len(call.ops) for call in calls)
-    return HostCost(
-        step_seconds=issuing,
-        replayed_op_seconds=max(0.0, host[REPLAYED] - issuing) / max(1, replayed_ops),
-        region_op_seconds=max(0.0, host[REGION] - host[REPLAYED]) / ops,
-        swap_seconds=max(0.0, host[REPLAYED_SWAPPED] - host[REPLAYED]) / len(calls),
-    )
 
 
 def median(values: Sequence[float | None]) -> float | None:

@@ -28,6 +28,7 @@ from hyper_parallel.core.activation_checkpoint.policy import ByOpName
 
 __all__ = [
     "ALONE",
+    "KEEP_NOTHING",
     "OBSERVED",
     "REGION",
     "REPLAYED",
@@ -41,7 +42,7 @@ __all__ = [
 
 ALONE, OBSERVED, REPLAYED, REPLAYED_SWAPPED = "alone", "observed", "replayed", "replayed, inputs swapped"
 REGION = "a region whose policy keeps nothing"  # what asking costs the host
-_KEEP_NOTHING: Final = ByOpName({})
+KEEP_NOTHING: Final = ByOpName({})
 
 
 @dataclasses.dataclass
@@ -80,14 +81,23 @@ class BlockCall:
 
 
 class TrialStep:
-    """What was measured of one step: points, calls of blocks, and the autograd nodes of observed blocks."""
+    """What was measured of one step: points, calls of blocks, and the autograd nodes of observed blocks.
 
-    def __init__(self, meter: Meter, *, reads_memory: bool) -> None:
+    ``holds``: for how long the device is held before a block's forward and backward, by its name, so that the host is ahead.
+    ``is_idle_before_blocks``: the device is waited for before that, so that nothing holds the host up.
+    """
+
+    def __init__(
+        self, meter: Meter, *, reads_memory: bool, holds: Mapping[str, tuple[float, float]], is_idle_before_blocks: bool
+    ) -> None:
         self.meter = meter
         self.reads_memory = reads_memory
+        self.holds = holds
+        self.is_idle_before_blocks = is_idle_before_blocks
         self.points: list[TrialPoint] = []
         self.calls: list[BlockCall] = []
         self._open_node: NodeRun | None = None
+        self._in_backward: BlockCall | None = None  # the call whose backward began last
 
     def point(self, name: str) -> TrialPoint:
         """This moment."""
@@ -100,6 +110,39 @@ class TrialStep:
             point.mark = self.meter.mark()
         self.points.append(point)
         return point
+
+    def begin_forward(self, call: BlockCall) -> None:
+        """The moment before a block's forward."""
+        call.forward_begin = self._begin(call, is_backward=False)
+
+    def begin_backward(self, call: BlockCall) -> None:
+        """The moment before a block's backward; again for every further output."""
+        if call.backward_begin is not None:
+            return
+        before, self._in_backward = self._in_backward, call
+        if self.is_idle_before_blocks and before is not None:
+            # The same gradient ends one block and begins the next, and this hook is asked first: what follows is not the
+            # other block's any more.
+            self.end_backward(before)
+        call.backward_begin = self._begin(call, is_backward=True)
+
+    def end_backward(self, call: BlockCall) -> None:
+        """The moment after a block's backward; later ones, of further inputs, do not count."""
+        point = self.point(f"{call.block} backward ends")
+        if call.backward_end is None:
+            call.backward_end = point
+
+    def _begin(self, call: BlockCall, *, is_backward: bool) -> TrialPoint:
+        name = f"{call.block} backward" if is_backward else f"{call.block} forward"
+        hold = self.holds.get(call.block, (0.0, 0.0))[is_backward]
+        if not self.is_idle_before_blocks:  # only what is inside the block is read: the hold may count for it
+            point = self.point(name)
+            self.meter.hold(hold)
+            return point
+        self.close_node()
+        self.meter.wait()
+        self.meter.hold(hold)
+        return self.point(name)
 
     def open_node(self, call: BlockCall, op: int) -> None:
         """A node of an observed block begins."""
@@ -151,12 +194,12 @@ class _TrialBlock:
         trial, name = self._trial, self._block.name
         call = BlockCall(name)
         trial.calls.append(call)
-        call.forward_begin = trial.point(f"{name} forward")
-        on_backward((args, kwargs), lambda _: _set(call, "backward_end", trial.point(f"{name} backward ends")))
+        trial.begin_forward(call)
+        on_backward((args, kwargs), lambda _: trial.end_backward(call))
         output = self._run(call, function, args, kwargs)
         call.forward_end = trial.point(f"{name} forward ends")
         call.output_bytes = _bytes_of(output)
-        on_backward(output, lambda _: _set(call, "backward_begin", trial.point(f"{name} backward")))
+        on_backward(output, lambda _: trial.begin_backward(call))
         return output
 
     def _run(self, call: BlockCall, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -167,7 +210,7 @@ class _TrialBlock:
                 function,
                 *args,
                 swap_inputs=self._how == REPLAYED_SWAPPED,
-                policy_fn=_KEEP_NOTHING if self._how == REGION else None,
+                policy_fn=KEEP_NOTHING if self._how == REGION else None,
                 **kwargs,
             )
         trial = self._trial
@@ -182,11 +225,6 @@ class _TrialBlock:
         call.seen = observer.seen
         _watch_nodes(trial, call, output)
         return output
-
-
-def _set(call: BlockCall, name: str, point: TrialPoint) -> None:
-    if getattr(call, name) is None:
-        setattr(call, name, point)
 
 
 def _bytes_of(output: Any) -> int:
@@ -230,10 +268,18 @@ class _NodeBegins:
 
 @contextlib.contextmanager
 def trial_step(
-    model: nn.Module, blocks: Sequence[BlockRef], how: Mapping[str, str], meter: Meter, *, reads_memory: bool
+    model: nn.Module,
+    blocks: Sequence[BlockRef],
+    how: Mapping[str, str],
+    meter: Meter,
+    *,
+    reads_memory: bool,
+    holds: Mapping[str, tuple[float, float]] | None = None,
+    is_idle_before_blocks: bool = False,
 ) -> Iterator[TrialStep]:
-    """One trial step is run inside; ``how`` says what happens to each block by name."""
-    result, paths, replacements = TrialStep(meter, reads_memory=reads_memory), ModulePaths(), Replacements(model)
+    """One trial step is run inside; ``how`` says what happens to each block by name. For the rest see :class:`TrialStep`."""
+    result = TrialStep(meter, reads_memory=reads_memory, holds=holds or {}, is_idle_before_blocks=is_idle_before_blocks)
+    paths, replacements = ModulePaths(), Replacements(model)
     ended = model.register_forward_hook(lambda *_: _note_model_end(result))
     try:
         paths.watch([block for block in blocks if how[block.name] == OBSERVED])
