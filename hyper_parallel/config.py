@@ -2,7 +2,7 @@
 
 A :class:`SwapConfig` is a value. Where a setting comes from is decided in one place, :func:`current_config`: the
 innermost ``with configure(...)`` of this thread and context, else what ``configure(...)`` set for the process, else the
-environment (``HYPER_PARALLEL_<FIELD>``), else the defaults below. This room knows no framework.
+environment (``HYPER_PARALLEL_<FIELD>``), else the defaults below. This module imports no framework.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 __all__ = ["SwapConfig", "configure", "current_config", "parse_bytes", "show_bytes"]
 
@@ -75,8 +75,8 @@ class SwapConfig:
     prefetch_bytes: int | None = None
     """Bytes brought back ahead of their use in backward."""
     device_bytes: int | None = None
-    """While the device holds less than this in all, room is free: copies out past the window hold nobody up, and loads
-    run further ahead than ``prefetch_bytes``. Set it to the memory you may use less what one layer's backward needs."""
+    """While the device holds less than this in all, copies out past the window do not make compute wait, and loads run
+    further ahead than ``prefetch_bytes``. Set it to the memory you may use less what one layer's backward needs."""
     tiers: tuple[str, ...] = ("pinned",)
     """Far memory in spill order: any of ``pinned``, ``pageable``, ``disk``."""
     host_limit: int | None = None
@@ -87,6 +87,23 @@ class SwapConfig:
     """The most bytes the disk tier may hold; None: what is free on that file system, less a reserve."""
     verify: bool = False
     """Checksum what is written to far memory and compare it when it is read back."""
+
+    if TYPE_CHECKING:  # what may be given is wider than what is kept
+
+        def __init__(
+            self,
+            *,
+            min_bytes: int | str = ...,
+            tail_bytes: int | str | None = ...,
+            window_bytes: int | str | None = ...,
+            prefetch_bytes: int | str | None = ...,
+            device_bytes: int | str | None = ...,
+            tiers: str | Sequence[str] = ...,
+            host_limit: int | str | None = ...,
+            disk_path: str | os.PathLike[str] | None = ...,
+            disk_limit: int | str | None = ...,
+            verify: bool = ...,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         for name in (

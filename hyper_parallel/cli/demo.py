@@ -210,7 +210,7 @@ def _run_one(args: argparse.Namespace, folder: Path) -> None:
 def _planned_again(args: argparse.Namespace, folder: Path) -> bool:
     """Plan again with what was measured, where the budget was not kept; whether there is another plan now.
 
-    On an accelerator ``fit_memory`` has done so already. A budget that nobody asked for is raised to what can be kept.
+    On an accelerator ``fit_memory`` has done so already. A default budget is raised to what can be kept.
     """
     profile, plan = Profile.load(folder / "profile.json"), Plan.load(folder / "plan.json")
     measured = StepRecord.load(folder / "auto.json").model_peak_bytes

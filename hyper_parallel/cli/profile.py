@@ -1,6 +1,6 @@
 """Measure one training step of your model: ops, bytes, seconds, links.
 
-Runs the step about ten times and leaves no trace in the model. The profile is what `plan` plans from.
+Runs the step ten to fifteen times and leaves no trace in the model. The profile is what `plan` plans from.
 
 Example::
 

@@ -54,7 +54,7 @@ class HookCoordinator:
             self._changed.notify_all()
 
     def disable(self) -> None:
-        """End: hooks do nothing from now on, and whoever waits goes on."""
+        """End: hooks do nothing from now on, and waiting threads go on."""
         with self._changed:
             self._is_enabled = False
             self._waiting = self._current = None

@@ -78,9 +78,9 @@ class Treatment:
                     "given. Pass step=..., a callable that runs one forward and backward, or choose a preset instead: "
                     f"{', '.join(PRESETS)}"
                 )
-            return fit_memory(model, step, self.budget, blocks=self.blocks, store=self.store)  # type: ignore[no-any-return]
+            return fit_memory(model, step, self.budget, blocks=self.blocks, store=self.store)
         if isinstance(self.what, Plan):
-            return apply_plan(model, self.what)  # type: ignore[no-any-return]
+            return apply_plan(model, self.what)
         if self.what == "recompute":
             return apply_rules(model, {"*::*": "recompute"}, blocks=self.blocks)
         if isinstance(self.what, Mapping) or (isinstance(self.what, str) and self.what in PRESETS):

@@ -1,6 +1,6 @@
 """The Platform contract in one class, and the choice of the framework that serves it.
 
-Nothing here imports a framework until somebody asks for a platform. The choice is made once: the instance is kept in
+Nothing here imports a framework before :func:`get_platform` is called. The choice is made once: the instance is kept in
 ``platform`` until it is set to None again.
 """
 

@@ -161,7 +161,7 @@ class StepRecord:
         return (max(self.seconds) - min(self.seconds)) / 2 if self.seconds else 0.0
 
     def time_change(self, other: StepRecord) -> float | None:
-        """By which share this step takes longer than ``other``; None where the spreads overlap, so that nobody can tell."""
+        """By which share this step takes longer than ``other``; None where the spreads overlap: no difference was measured."""
         if not other.step_seconds or not self.step_seconds:
             return None
         mine, theirs = self.seconds or (self.step_seconds,), other.seconds or (other.step_seconds,)
@@ -172,7 +172,7 @@ class StepRecord:
     def timed(self, seconds: Sequence[float]) -> StepRecord:
         """The same with other timed steps. Curve and spans are stretched: they then end when the median step ends.
 
-        The observed step is slower than one that nobody observes. Drawn as it was, it would contradict the table.
+        The observed step is slower than one that is not observed. Drawn as it was, it would contradict the table.
         """
         median = statistics.median(seconds)
         last_us = max([*self.memory.times_us[-1:], *(span.end_us for span in self.spans)], default=0.0)

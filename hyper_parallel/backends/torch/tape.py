@@ -162,7 +162,7 @@ def runs_from_tape(module: torch.nn.Module) -> bool:
     return region is not None and region.reason is None
 
 
-def why_no_tape(function: Callable[..., Any], policy: Any, asked: dict[str, Any]) -> str | None:
+def why_no_tape(function: Callable[..., Any], policy: Any, asked: dict[str, Any]) -> str | None:  # noqa: C901, PLR0912  # a list
     """Why a call of this function runs Python again in backward; None when it is recorded."""
     if native.load() is None:
         return f"no native recorder: {native.why_not()}"

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hyper_parallel.platform.eager import run_eagerly
 
 if TYPE_CHECKING:
     from hyper_parallel.config import SwapConfig
+
+Output = TypeVar("Output")
+Wrapped = TypeVar("Wrapped", bound=Callable[..., Any])
+Tree = TypeVar("Tree")
 
 __all__ = ["CheckpointPolicy", "checkpoint", "checkpoint_wrapper", "swap", "swap_tensor_wrapper", "swap_wrapper"]
 
@@ -30,7 +34,7 @@ class CheckpointPolicy(enum.Enum):
 
 @run_eagerly
 def checkpoint(
-    function: Callable[..., Any],
+    function: Callable[..., Output],
     *args: Any,
     swap_inputs: bool = False,
     policy_fn: Any = None,
@@ -38,7 +42,7 @@ def checkpoint(
     early_stop: bool = True,
     swap_config: SwapConfig | None = None,
     **kwargs: Any,
-) -> Any:
+) -> Output:
     """Run ``function(*args, **kwargs)`` and keep only what ``policy_fn`` says for its backward.
 
     Args:
@@ -57,7 +61,7 @@ def checkpoint(
         What ``function`` returned. Gradients are bitwise those of the framework's own checkpoint.
     """
     _check("checkpoint", function, swap_config, kwargs)
-    return _backend().checkpoint(
+    output: Output = _backend().checkpoint(
         function,
         *args,
         swap_inputs=swap_inputs,
@@ -67,46 +71,51 @@ def checkpoint(
         swap_config=swap_config,
         **kwargs,
     )
+    return output
 
 
-def checkpoint_wrapper(module: Any, **keywords: Any) -> Any:
+def checkpoint_wrapper(module: Wrapped, **keywords: Any) -> Wrapped:
     """A module (or callable) whose every call goes through :func:`checkpoint` with these keywords.
 
     The wrapper leaves no trace: parameter names, ``state_dict``, attribute access, ``deepcopy`` and pickling are those
     of the wrapped module.
     """
-    return _backend().checkpoint_wrapper(module, **keywords)
+    wrapper: Wrapped = _backend().checkpoint_wrapper(module, **keywords)
+    return wrapper
 
 
 @run_eagerly
 def swap(
-    function: Callable[..., Any],
+    function: Callable[..., Output],
     *args: Any,
     policy_fn: Any = None,
     swap_config: SwapConfig | None = None,
     **kwargs: Any,
-) -> Any:
+) -> Output:
     """Run ``function(*args, **kwargs)``; what it saves for backward goes to far memory and comes back in time.
 
     ``policy_fn(tensor)`` chooses per tensor: MUST_SAVE, PREFER_SAVE or ActivationPolicy.SAVE keep it on the device;
     MUST_SWAP, ActivationPolicy.SWAP or None swap it.
     """
     _check("swap", function, swap_config, kwargs)
-    return _backend().swap(function, *args, policy_fn=policy_fn, swap_config=swap_config, **kwargs)
+    output: Output = _backend().swap(function, *args, policy_fn=policy_fn, swap_config=swap_config, **kwargs)
+    return output
 
 
-def swap_wrapper(module: Any, policy_fn: Any = None, *, swap_config: SwapConfig | None = None) -> Any:
+def swap_wrapper(module: Wrapped, policy_fn: Any = None, *, swap_config: SwapConfig | None = None) -> Wrapped:
     """A module (or callable) whose every call goes through :func:`swap`. It leaves no trace, as above."""
-    return _backend().swap_wrapper(module, policy_fn, swap_config=swap_config)
+    wrapper: Wrapped = _backend().swap_wrapper(module, policy_fn, swap_config=swap_config)
+    return wrapper
 
 
 @run_eagerly
-def swap_tensor_wrapper(tree: Any, tag: str | None = None) -> Any:
+def swap_tensor_wrapper(tree: Tree, tag: str | None = None) -> Tree:
     """Mark the tensors of ``tree`` inside a forward: their storages are swapped when autograd saves them.
 
     Returns the same tree. ``tag`` names them in the statistics. Outside grad mode nothing happens.
     """
-    return _backend().swap_tensor_wrapper(tree, tag)
+    same: Tree = _backend().swap_tensor_wrapper(tree, tag)
+    return same
 
 
 def _check(who: str, function: Any, swap_config: Any, kwargs: dict[str, Any]) -> None:

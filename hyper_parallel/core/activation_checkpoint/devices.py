@@ -51,7 +51,7 @@ class StreamDevice:
         return event
 
     def _unused_event(self, timing: bool) -> Event:
-        """An event that nobody holds any more, else a new one.
+        """An event without another holder, to be recorded again; else a new one.
 
         An event that is recorded again names its new place only. That is right for a waiting stream, which looked at the old
         place when it was told to wait, and wrong for anybody who still asks: so an event is reused when the only reference to
@@ -84,7 +84,7 @@ class StreamDevice:
         return float(start.elapsed_time(end)) * 1e3
 
     def on_stream(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Nothing: each copy switches by itself."""
+        """Does nothing: each copy switches streams."""
         return contextlib.nullcontext()
 
     def dropped(self, nbytes: int) -> None:

@@ -33,7 +33,7 @@ class Engines:
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
         self._lock = threading.RLock()
-        # The weak tables find what lives; what is held lives although nobody else holds it.
+        # The weak tables find what lives; this list keeps an engine alive that has no other holder.
         self._known: weakref.WeakValueDictionary[tuple[int, SwapConfig], Engine] = weakref.WeakValueDictionary()
         self._far: weakref.WeakValueDictionary[FarKey, FarMemory] = weakref.WeakValueDictionary()
         self._held: dict[FarKey, set[Engine]] = {}

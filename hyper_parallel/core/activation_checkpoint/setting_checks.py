@@ -20,7 +20,9 @@ from hyper_parallel.errors import PolicyError
 
 __all__ = ["check_call_keywords", "check_swap_config", "check_tensor_policy", "check_wrapper_keywords", "label_of"]
 
-_OTHERS_NAMES: Final = frozenset({"function", "fn", "block"})  # settings by position; nobody writes them as keywords
+_OTHERS_NAMES: Final = frozenset(
+    {"function", "fn", "block"}
+)  # passed by position, so a keyword of such a name is the module's
 _SETTINGS: Final = sorted(CHECKPOINT_SETTINGS - _OTHERS_NAMES)
 _SHOWN: Final = "swap_inputs, policy_fn, context_fn, early_stop, swap_config, use_reentrant, preserve_rng_state, debug"
 _NEAR: Final = 0.75  # of a keyword that a wrapper is made with

@@ -99,17 +99,17 @@ class DifferentiableMembers:
         split_dim: int,
         handle_box: Any = None,
     ) -> Any:
-        """Finish an exchange of ``x`` that somebody launched, and merge axis 0 of ``out_perm`` into ``concat_dim``.
+        """Finish an exchange of ``x`` that was launched before, and merge axis 0 of ``out_perm`` into ``concat_dim``.
 
         Without a box, backward does the reverse exchange and returns the true gradient of ``x``. With one, it launches
-        the reverse exchange, appends ``(work, out_perm)`` to the box and returns zeros: the gradient is whoever's who
-        empties the box.
+        the reverse exchange, appends ``(work, out_perm)`` to the box and returns zeros. The caller takes the pair out of
+        the box and adds the gradient where it belongs.
         """
         raise needs_framework("differentiable_async_a2a_wait")
 
     @staticmethod
     def differentiable_sync_hook(x: Any, hook_name: str, coordinator: Any) -> Any:
-        """The identity; on its way forward and backward it meets the other thread through the coordinator."""
+        """The identity. Its forward and its backward wait for the other thread at the coordinator."""
         raise needs_framework("differentiable_sync_hook")
 
     @staticmethod

@@ -1,7 +1,7 @@
 """Ranks and groups: the contract, and the cache of communication groups that every platform shares.
 
 A group handle is opaque here: a ``ProcessGroup`` on torch, a group name on MindSpore. A group is known by its ranks,
-ascending, whatever the order in which somebody listed them.
+ascending, whatever order they were listed in.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class GroupMembers:
 
     @staticmethod
     def _create_group(rank_list: Any) -> Any:
-        """Make a group of ascending, valid ranks; :meth:`create_group` is the door with the cache."""
+        """Make a group of ascending, valid ranks. :meth:`create_group` calls it and caches the result."""
         raise needs_framework("_create_group")
 
     @class_or_instance_method
@@ -177,7 +177,7 @@ class GroupMembers:
 
     @class_or_instance_method
     def mark_created_groups(cls, process_group: Any) -> None:
-        """Put groups that somebody else made, one or a list, into the cache."""
+        """Put groups that other code made, one or a list, into the cache."""
         groups = process_group if isinstance(process_group, list | tuple) else [process_group]
         for group in groups:
             if group is None:

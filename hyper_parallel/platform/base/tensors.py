@@ -65,7 +65,7 @@ class TensorMembers:
 
     @staticmethod
     def new_tensor(tensor_shape: Any, tensor_type: Any, device: Any) -> Any:
-        """A tensor whose contents nobody has written yet."""
+        """A tensor with uninitialised contents."""
         raise needs_framework("new_tensor")
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""How a member says that nobody serves it, and the two kinds of members that answer on the class and on an instance."""
+"""The error of a member that no framework serves; properties and methods that work on the class and on an instance."""
 
 from __future__ import annotations
 

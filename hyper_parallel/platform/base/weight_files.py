@@ -45,13 +45,13 @@ def replacing(file_path: str | os.PathLike[str]) -> Iterator[Path]:
     temporary = Path(name)
     try:
         yield temporary
-        _settle(temporary, target)
+        _rename_over(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
-def _settle(temporary: Path, target: Path) -> None:
+def _rename_over(temporary: Path, target: Path) -> None:
     # mkstemp makes private files; a weight file has the permissions that any new file of this process would have.
     mask = os.umask(0)
     os.umask(mask)

@@ -50,7 +50,7 @@ class DeviceWork:
         return True
 
     def is_completed(self) -> bool:
-        """Whether somebody has waited for it: MindSpore's handles cannot be asked more."""
+        """Whether :meth:`wait` was called. MindSpore's handles do not tell whether the operation has ended."""
         return self._finish is None
 
 
@@ -164,7 +164,7 @@ class MindSporeCollectiveMembers(CollectiveMembers):
     def irecv(tensor: Any, src: int | None = None, group: Any = None, tag: int = 0) -> Any:
         """Start receiving into ``tensor`` from a global rank; returns the work handle."""
         name = live_group(group, member="irecv")
-        # MindSpore cannot receive from whoever comes first, so a sender must be named.
+        # MindSpore has no receive from any rank, so the sender must be given.
         sender = peer_in(name, src, member="irecv")
         _writable(tensor, member="irecv")
 

@@ -99,7 +99,7 @@ class MindSporeDifferentiableMembers(DifferentiableMembers):
         split_dim: int,
         handle_box: Any = None,
     ) -> Any:
-        """Finish an exchange of ``x`` that somebody launched, and merge axis 0 of ``out_perm`` into ``concat_dim``."""
+        """Finish an exchange of ``x`` that was launched before, and merge axis 0 of ``out_perm`` into ``concat_dim``."""
         member = "differentiable_async_a2a_wait"
         name = live_group(group, member=member)
         _must_be_group_size(world_size, name, name="world_size", member=member)

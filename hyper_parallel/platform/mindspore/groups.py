@@ -44,7 +44,7 @@ class _World:
 
 def _is_joined() -> bool:
     if not _World.is_joined and compat.GlobalComm.INITED and not _World.was_left:
-        _note_world()  # somebody joined it with MindSpore's own call
+        _note_world()  # the world was joined with MindSpore's own call
     return _World.is_joined
 
 
@@ -322,7 +322,7 @@ class MindSporeGroupMembers(GroupMembers):
     def recv_object_list(obj_list: list[Any], src: int | None = None, group: Any = None) -> int:
         """Fill the list, as long as the sender's, with a global rank's objects; returns the sender."""
         name = live_group(group, member="recv_object_list")
-        # MindSpore cannot receive from whoever comes first, so a sender must be named.
+        # MindSpore has no receive from any rank, so the sender must be given.
         sender = peer_in(name, src, member="recv_object_list")
         flush()
         dist.recv_object_list(obj_list, src=sender, group=name)

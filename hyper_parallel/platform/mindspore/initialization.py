@@ -1,10 +1,10 @@
-"""Where parameters are born, and giving values to those born without any.
+"""The device on which parameters are created, and giving values to parameters that were created without any.
 
 MindSpore's own device context is process-wide and takes buffers too, so it cannot serve ``init_on_device``. Cells have a
-hook for the registration of buffers, which serves, and none for that of parameters: these pass one door of the class,
-``insert_param_to_cell``. While a context is open anywhere, hook and door look whether the thread that comes is inside
-one; the last context that closes takes the hook off and puts MindSpore's own door back. Initialisers are kept, unrun,
-for ``init_parameters``.
+hook for the registration of buffers, but none for that of parameters: every parameter is registered by
+``Cell.insert_param_to_cell``, which is replaced while a context is open. Hook and replacement act only on a thread that is
+inside a context. The last context that closes removes the hook and restores MindSpore's method. Initialisers are kept,
+unrun, for ``init_parameters``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import mindspore
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.platform.mindspore import compat
 from hyper_parallel.platform.mindspore.device import device_name
-from hyper_parallel.platform.mindspore.parameters import fill, is_meta, settle
+from hyper_parallel.platform.mindspore.parameters import drop_initialiser, fill, is_meta
 
 __all__ = ["init_on_device", "materialise"]
 
 _INITIALISER: Final = "_hyper_parallel_initialiser"
-"""Where a parameter born on the meta device keeps the initialiser that its cell gave it."""
+"""The attribute in which a parameter created on the meta device keeps the initialiser that its cell gave it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class _Birthplace:
             if tensor.has_init:
                 setattr(tensor, _INITIALISER, tensor.init_mode)
             tensor._update_data(tensor.to(self.device))
-            settle(tensor)
+            drop_initialiser(tensor)
         else:
             raise TypeError(f"init_on_device: expected a parameter, got {type(tensor).__name__}")
 

@@ -205,11 +205,11 @@ def set_data(param: Any, data: Any) -> None:
             f"{tuple(data.shape)}; give the local part, or use load_into_param for the whole"
         )
     param._update_data(detached(data))
-    settle(param)
+    drop_initialiser(param)
 
 
-def settle(param: Any) -> None:
-    """Tell MindSpore that a parameter has its values: it would run a pending initialiser over them."""
+def drop_initialiser(param: Any) -> None:
+    """Drop a pending initialiser: the parameter has its values, and MindSpore would overwrite them with it."""
     param.init_mode = None
     param.init = None
 

@@ -1,10 +1,10 @@
 """Operations that were launched and not waited for, on the CPU.
 
 MindSpore's CPU backend runs a collective inside the call, also when it is asked not to. A rank that launches one and
-goes on must not be held up by ranks that come later, so here the launch only queues it: it runs when somebody waits
-for it, or for a later one, or when the next collective begins. Between two ranks the backend keeps one order of
-messages in each direction, which all groups and collectives share; so everything that receives runs in the order in
-which it was launched, and a message is sent at once unless a collective is waiting.
+goes on must not be held up by ranks that come later, so here the launch only queues it: it runs when its handle, or
+that of a later one, is waited for, or when the next collective begins. Between two ranks the backend keeps one order
+of messages in each direction, which all groups and collectives share; so everything that receives runs in the order
+in which it was launched, and a message is sent at once unless a collective is waiting.
 """
 
 from __future__ import annotations

@@ -187,13 +187,13 @@ class MindSporeTensorMembers(TensorMembers):
 
     @staticmethod
     def empty(size: Any, dtype: Any = None, device: Any = None) -> Any:
-        """A tensor whose contents nobody has written yet."""
+        """A tensor with uninitialised contents."""
         name = device_name(device, member="empty")
         return mint.empty(_as_shape(size), dtype=dtype or mindspore.float32, device=name)
 
     @class_or_instance_method
     def new_tensor(cls, tensor_shape: Any, tensor_type: Any, device: Any) -> Any:
-        """A tensor whose contents nobody has written yet."""
+        """A tensor with uninitialised contents."""
         return cls.empty(tensor_shape, dtype_of(tensor_type, member="new_tensor"), device)
 
     @staticmethod

@@ -1,11 +1,11 @@
 """What is really sent between ranks: dense tensors, and one function for each kind of exchange.
 
-Every function has its branch for the CPU, whose backend lacks most kernels, beside the one for Ascend, and nobody else
-asks which it is. The CPU's routes are composed of what its backend has: ``all_gather`` into a list, ``all_reduce`` of
+Every function has one branch for the CPU, whose backend lacks most kernels, and one for Ascend. No other module asks
+which device it is. The CPU's routes are composed of what its backend has: ``all_gather`` into a list, ``all_reduce`` of
 some dtypes, ``broadcast`` and messages between two ranks. Where a dtype cannot travel its bytes do.
 
 On the CPU a message begins with a header that names its group, tag and length, because the backend ignores tags and
-keeps one order for all groups; what arrives for somebody else is put aside until it is asked for.
+keeps one order for all groups; a message for another receiver is put aside until that receiver asks for it.
 """
 
 from __future__ import annotations

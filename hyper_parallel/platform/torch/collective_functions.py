@@ -1,7 +1,7 @@
 """The autograd Functions behind the differentiable collectives.
 
-Three rules hold in this room. Everything that is sent is made contiguous first, because backends send memory in
-storage order and a gradient may arrive with any strides. Every backward is made of Functions of this room, so second
+Three rules hold in this module. Everything that is sent is made contiguous first, because backends send memory in
+storage order and a gradient may arrive with any strides. Every backward is made of Functions of this module, so second
 derivatives are right too. Every gradient is that of one process which holds all inputs and adds up all ranks' losses;
 so the adjoint of a gather is a reduce-scatter, of an exchange the reverse exchange, of a sum over ranks the same sum.
 """
@@ -31,7 +31,7 @@ __all__ = [
 
 
 def applied(function: type[torch.autograd.Function], *arguments: Any) -> torch.Tensor:
-    """``function.apply``, which torch leaves untyped; every Function of this room returns one tensor."""
+    """``function.apply``, which torch leaves untyped; every Function of this module returns one tensor."""
     output: torch.Tensor = function.apply(*arguments)
     return output
 

@@ -118,7 +118,7 @@ TAKES_RESPECT_HOOKS = RESPECT_HOOKS in _CHECKPOINT_OPTIONS
 
 
 def hooks_around_checkpoint() -> Any:  # (pack, unpack) | None
-    """The hooks that torch's selective checkpointing would ask about a value it saves now; None where it asks nobody."""
+    """The hooks that torch's selective checkpointing would ask about a value it saves now; None where it asks none."""
     find: Any = getattr(torch.utils.checkpoint, "_current_user_saved_tensors_hooks", None)
     return None if find is None else find()
 

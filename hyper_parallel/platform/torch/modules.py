@@ -1,4 +1,4 @@
-"""Modules and parameters on torch: one member, one call into the room that does it."""
+"""Modules and parameters on torch: each member calls the module that implements it."""
 
 from __future__ import annotations
 

@@ -139,12 +139,12 @@ class TorchTensorMembers(TensorMembers):
 
     @staticmethod
     def empty(size: Any, dtype: Any = None, device: Any = None) -> torch.Tensor:
-        """A tensor whose contents nobody has written yet."""
+        """A tensor with uninitialised contents."""
         return torch.empty(size, dtype=dtype, device=device)
 
     @staticmethod
     def new_tensor(tensor_shape: Any, tensor_type: Any, device: Any) -> torch.Tensor:
-        """A tensor whose contents nobody has written yet."""
+        """A tensor with uninitialised contents."""
         return torch.empty(tensor_shape, dtype=dtype_of(tensor_type, member="new_tensor"), device=device)
 
     @staticmethod

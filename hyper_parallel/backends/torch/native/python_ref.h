@@ -7,6 +7,14 @@
 
 namespace hyper_parallel {
 
+inline bool is_finalizing() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing();
+#else
+  return _Py_IsFinalizing();
+#endif
+}
+
 class PythonRef {
  public:
   PythonRef() = default;
@@ -25,7 +33,7 @@ class PythonRef {
   }
   ~PythonRef() {
     // At interpreter exit nothing of ours calls Python: the reference is leaked there.
-    if (object_ == nullptr || !Py_IsInitialized() || _Py_IsFinalizing()) return;
+    if (object_ == nullptr || !Py_IsInitialized() || is_finalizing()) return;
     const PyGILState_STATE state = PyGILState_Ensure();
     Py_DECREF(object_);
     PyGILState_Release(state);
