@@ -64,19 +64,32 @@ def _panel(result: dict[str, Any], top: int) -> str:
         parts.append(f'<text x="{x(gib):.1f}" y="{top + HEIGHT - BOTTOM + 16}" text-anchor="middle">{gib}</text>')
     parts.append(f'<text x="{WIDTH / 2}" y="{top + HEIGHT - 14}" text-anchor="middle">activation memory, GiB</text>')
     parts.append(f'<text x="14" y="{top + 140}" transform="rotate(-90 14 {top + 140})">step time, ratio to none</text>')
-    taken: list[tuple[float, float]] = []  # where labels stand already
+    # Where labels stand already, by their left edge; a dot is as wide as a few letters.
+    taken = [(x(row["act_gib"]) - 4, 8.0, y(row["ratio"]) + 3) for row in rows.values()]
     for name, row in sorted(rows.items(), key=lambda item: item[1]["act_gib"]):
         color = OURS if name.startswith("ours") else OTHERS
         parts.append(f'<circle cx="{x(row["act_gib"]):.1f}" cy="{y(row["ratio"]):.1f}" r="4" fill="{color}"/>')
         anchor = "end" if row["act_gib"] > 0.8 * most_act else "start"
         shift = -7 if anchor == "end" else 7
-        label_y = y(row["ratio"]) + 3
-        while any(abs(label_y - other_y) < 9 and abs(x(row["act_gib"]) - other_x) < 220 for other_x, other_y in taken):
-            label_y += 9
-        taken.append((x(row["act_gib"]), label_y))
         label = f"{html.escape(name)} ({row['ratio']:.3f}, {row['act_gib']:.1f})"
+        width = 5.2 * len(label)
+        left = x(row["act_gib"]) + shift - (width if anchor == "end" else 0)
+        label_y = _free_row(left, width, y(row["ratio"]) + 3, taken)
+        taken.append((left, width, label_y))
         parts.append(
             f'<text x="{x(row["act_gib"]) + shift:.1f}" y="{label_y:.1f}" text-anchor="{anchor}" '
             f'fill="{color}" font-size="9">{label}</text>'
         )
     return "\n".join(parts)
+
+
+def _free_row(left: float, width: float, wanted: float, taken: list[tuple[float, float, float]]) -> float:
+    """The row nearest to ``wanted`` on which a label covers nothing; above before below."""
+    for away in range(20):
+        for row in (wanted - 9 * away, wanted + 9 * away):
+            if all(
+                abs(row - other) >= 9 or left + width <= at or at + other_width <= left
+                for at, other_width, other in taken
+            ):
+                return row
+    return wanted
