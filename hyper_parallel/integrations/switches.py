@@ -29,7 +29,7 @@ class Switch:
         """Off, if it is on."""
         if self._was_copied_on:
             raise PlanError(
-                "gradient_checkpointing_disable: cannot take the regions off this model, because it was copied or loaded with "
+                "integrations.transformers.switch: cannot take the regions off this model, because it was copied or loaded with "
                 "them on, and the way back stayed with the original. Disable it before copying; state dicts are the same."
             )
         treated, self._treated = self._treated, None

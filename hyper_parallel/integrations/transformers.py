@@ -1,14 +1,14 @@
-"""``transformers.Trainer``: a callback, or a switch behind ``gradient_checkpointing=True``.
+"""``transformers.Trainer``: a callback, or a switch behind ``activation_checkpointing=True``.
 
 Trainer(model, args, callbacks=[callback("boundary")])           # or callback(budget="20GiB")
 
-switch(model, "attention")                                       # and gradient_checkpointing=True as usual
+switch(model, "attention")                                       # and activation_checkpointing=True as usual
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from hyper_parallel.integrations.budgets import InTrainer, loss_of
 from hyper_parallel.integrations.packages import needed
@@ -18,6 +18,8 @@ from hyper_parallel.planner.backend import Model, Step
 from hyper_parallel.planner.plan_store import Store
 
 __all__ = ["callback", "switch"]
+
+_SWITCHES: Final = ("activation_checkpointing", "gradient_checkpointing")  # the newer name first
 
 
 def callback(
@@ -80,14 +82,17 @@ def callback(
 
 
 def switch(model: Model, what: What | None = None, *, blocks: str | Sequence[str] | None = None) -> Model:
-    """Let ``model.gradient_checkpointing_enable()``, which trainers call, switch this treatment on, and ``_disable`` off."""
+    """Let the model's own switch, under its old and its new name, turn this treatment on and off when a trainer calls it."""
     treatment = Treatment(what=what, blocks=blocks)
-    if not hasattr(model, "gradient_checkpointing_enable"):
+    names = [name for name in _SWITCHES if hasattr(model, f"{name}_enable")]
+    if not names:
         raise TypeError(
-            f"integrations.transformers.switch: {type(model).__name__} has no gradient_checkpointing_enable(), which trainers "
-            "call; give a transformers model, or use integrations.apply(model, ...)"
+            f"integrations.transformers.switch: {type(model).__name__} has neither "
+            f"{' nor '.join(f'{name}_enable()' for name in _SWITCHES)}, which trainers call; "
+            "give a transformers model, or use integrations.apply(model, ...)"
         )
     own = Switch(model, treatment)
-    model.__dict__["gradient_checkpointing_enable"] = own.enable
-    model.__dict__["gradient_checkpointing_disable"] = own.disable
+    for name in names:
+        model.__dict__[f"{name}_enable"] = own.enable
+        model.__dict__[f"{name}_disable"] = own.disable
     return model

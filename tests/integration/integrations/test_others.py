@@ -159,10 +159,10 @@ def test_accelerate_wants_its_accelerator() -> None:
 
 def test_a_budget_needs_a_step() -> None:
     model = tiny.model()
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     with pytest.raises(PlanError, match=r"no step was given. Pass step=..., .* or choose a preset instead: boundary"):
         apply(model, budget="1MiB")
-    assert model.is_gradient_checkpointing, "a refused treatment changes nothing"
+    assert model.is_activation_checkpointing, "a refused treatment changes nothing"
     assert tiny.names_of_wrapped(model) == []
 
 

@@ -94,8 +94,8 @@ def test_the_callback_takes_the_place_of_gradient_checkpointing(tmp_path: Path, 
     states: list[bool] = []
 
     def train_with_us() -> tuple[list[float], torch.nn.Module]:
-        losses, model = train(tmp_path, [adapter.callback("boundary")], gradient_checkpointing=True)
-        states.append(model.is_gradient_checkpointing)
+        losses, model = train(tmp_path, [adapter.callback("boundary")], activation_checkpointing=True)
+        states.append(model.is_activation_checkpointing)
         return losses, model
 
     ours = tiny.run(train_with_us)
@@ -111,11 +111,11 @@ def test_the_switch(tmp_path: Path, plain: tiny.Run) -> None:
         models.append(model)
         return adapter.switch(model, "boundary")
 
-    ours = tiny.run(lambda: train(tmp_path, [], prepare=prepare, gradient_checkpointing=True))
+    ours = tiny.run(lambda: train(tmp_path, [], prepare=prepare, activation_checkpointing=True))
     tiny.assert_same_but_smaller(ours, plain)
     assert ours.swapped_bytes > 0
     assert len(tiny.names_of_wrapped(models[0])) == 4
-    models[0].gradient_checkpointing_disable()
+    models[0].activation_checkpointing_disable()
     assert tiny.names_of_wrapped(models[0]) == []
 
 
@@ -125,14 +125,39 @@ def test_the_switch(tmp_path: Path, plain: tiny.Run) -> None:
 def test_a_copy_has_a_switch_of_its_own(copied: Callable[[Any], Any]) -> None:
     model = adapter.switch(tiny.model(), "boundary")
     twin = copied(model)
-    twin.gradient_checkpointing_enable()
+    twin.activation_checkpointing_enable()
     assert (len(tiny.names_of_wrapped(twin)), tiny.names_of_wrapped(model)) == (4, [])
     third = copied(twin)
-    twin.gradient_checkpointing_disable()
+    twin.activation_checkpointing_disable()
     assert (tiny.names_of_wrapped(twin), len(tiny.names_of_wrapped(third))) == ([], 4)
-    third.gradient_checkpointing_enable()
+    third.activation_checkpointing_enable()
     with pytest.raises(PlanError, match=r"copied or loaded with them on.*Disable it before copying"):
-        third.gradient_checkpointing_disable()
+        third.activation_checkpointing_disable()
+
+
+@pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])
+def test_the_switch_answers_to_the_old_and_the_new_name(name: str) -> None:
+    model = adapter.switch(tiny.model(), "boundary")
+    getattr(model, f"{name}_enable")()
+    assert len(tiny.names_of_wrapped(model)) == 4
+    getattr(model, f"{name}_disable")()
+    assert tiny.names_of_wrapped(model) == []
+
+
+def test_the_switch_takes_a_model_that_has_the_old_name_only() -> None:
+    class Older(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(4, 4)) for _ in range(4))
+
+        def gradient_checkpointing_enable(self) -> None: ...
+
+        def gradient_checkpointing_disable(self) -> None: ...
+
+    model = adapter.switch(Older(), "recompute")
+    model.gradient_checkpointing_enable()
+    assert len(tiny.names_of_wrapped(model)) == 4
+    assert not hasattr(model, "activation_checkpointing_enable")
 
 
 def test_a_budget(tmp_path: Path, plain: tiny.Run) -> None:
@@ -323,7 +348,9 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
     arguments = SFTConfig(output_dir=str(tmp_path), activation_offloading=True, use_cpu=True, bf16=False)
     with pytest.raises(ValueError, match=r"activation_offloading=True moves the same values; leave it out"):
         trl_adapter.callback().on_train_begin(arguments, None, None, model=tiny.model())
-    with pytest.raises(TypeError, match=r"Linear has no gradient_checkpointing_enable"):
+    with pytest.raises(
+        TypeError, match=r"Linear has neither activation_checkpointing_enable\(\) nor gradient_checkpointing_enable\(\)"
+    ):
         adapter.switch(torch.nn.Linear(2, 2))
     with pytest.raises(PlanError, match=r"Linear has no repeated blocks"):
         adapter.callback("swap").on_train_begin(None, None, None, model=torch.nn.Linear(2, 2))

@@ -161,9 +161,9 @@ def test_with_the_models_own_gradient_checkpointing(name: str, wrap: Callable[[A
     model = build(name)
     if wraps_first:
         wrap_layers(name, model, wrap)
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable()
     else:
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable()
         wrap_layers(name, model, wrap)
     assert all(layers[0].gradient_checkpointing for layers in FAMILIES[name].layer_lists(model))
     with simulated_accelerator(window_bytes=16384) as sim:

@@ -122,7 +122,7 @@ def test_a_block_with_a_wrapper_inside_is_refused() -> None:
 
 def test_gradient_checkpointing_of_the_model_itself_is_refused() -> None:
     model, step = FAMILIES["llama"]()
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     with pytest.raises(PlanError, match=r"does gradient checkpointing of its own"):
         hp.list_ops(model, step)
 

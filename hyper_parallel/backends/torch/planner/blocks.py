@@ -132,7 +132,8 @@ def refuse_wrapped(model: nn.Module, blocks: Sequence[BlockRef], who: str) -> No
         if module.__dict__.get("gradient_checkpointing") is True:
             raise PlanError(
                 f"{who}: {path or type(model).__name__} does gradient checkpointing of its own, which would replay what was "
-                "planned to stay. Call model.gradient_checkpointing_disable() first."
+                "planned to stay. Switch it off first: model.activation_checkpointing_disable(), before transformers 5.23 "
+                "model.gradient_checkpointing_disable()."
             )
 
 
