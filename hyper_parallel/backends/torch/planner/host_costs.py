@@ -63,7 +63,7 @@ def host_cost(
     step left alone does not fit, and then the costs per op are not known and count for nothing. ``ops`` and ``replayed``: how
     many ops all calls have, and how many of them such regions run again.
     """
-    plain, bare, swapping = (_small_step(device, meter, run) for run in (_run_plain, _run_region, _run_swapped))
+    plain, bare, swapping = small_steps(device, meter, (_run_plain, _run_region, _run_swapped))
     begin = max(0.0, bare[0] - plain[0])
     begin_backward = max(0.0, bare[1] - plain[1])
     regions = len(region)
@@ -98,23 +98,35 @@ def _run_swapped(values: list[torch.Tensor]) -> Any:
     return checkpoint(_total, *values, swap_inputs=True, policy_fn=KEEP_NOTHING, swap_config=_ALL_LEAVE)
 
 
-def _small_step(device: torch.device, meter: Meter, run: Callable[[list[torch.Tensor]], Any]) -> Issued:
-    """The host's seconds of a step with next to no work; the first ones, which build and prove a tape, are left out."""
-    forward, backward = list[float](), list[float]()
+def small_steps(
+    device: torch.device, meter: Meter, ways: Sequence[Callable[[list[torch.Tensor]], Any]]
+) -> list[Issued]:
+    """The host's seconds of a step with next to no work, in each way: medians of rounds in which the ways take turns.
+
+    The first rounds build and prove tapes and are left out.
+    """
+    rounds: list[list[Issued]] = [[] for _ in ways]
     with torch.enable_grad():
         leaves = [torch.ones(_BYTES // 4, device=device, requires_grad=True) for _ in range(_VALUES)]
         for _ in range(_ROUNDS):
-            values = [leaf * 1 for leaf in leaves]
-            meter.wait()
-            start = time.perf_counter()
-            output = run(values)
-            forward.append(time.perf_counter() - start)
-            gradient = torch.ones_like(output)
-            del values
-            meter.wait()
-            start = time.perf_counter()
-            torch.autograd.grad(output, leaves, gradient)
-            backward.append(time.perf_counter() - start)
-            del output
+            for run, times in zip(ways, rounds):
+                times.append(_small_step(leaves, meter, run))
     late = _ROUNDS // 3
-    return statistics.median(forward[late:]), statistics.median(backward[late:])
+    return [
+        (statistics.median(step[0] for step in times[late:]), statistics.median(step[1] for step in times[late:]))
+        for times in rounds
+    ]
+
+
+def _small_step(leaves: Sequence[torch.Tensor], meter: Meter, run: Callable[[list[torch.Tensor]], Any]) -> Issued:
+    values = [leaf * 1 for leaf in leaves]
+    meter.wait()
+    start = time.perf_counter()
+    output = run(values)
+    forward = time.perf_counter() - start
+    gradient = torch.ones_like(output)
+    del values
+    meter.wait()
+    start = time.perf_counter()
+    torch.autograd.grad(output, leaves, gradient)
+    return forward, time.perf_counter() - start
