@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from types import ModuleType
 
 from hyper_parallel.errors import MissingPackageError
 
 __all__ = ["needed"]
 
 
-def needed(module: str, *, who: str, otherwise: str | None = None) -> Any:  # a module of another package
+def needed(module: str, *, who: str, otherwise: str | None = None) -> ModuleType:
     """The module of that name, or of the name ``otherwise``.
 
     Raises:

@@ -1,14 +1,13 @@
 """``transformers.Trainer``: a callback, or a switch behind ``activation_checkpointing=True``.
 
 Trainer(model, args, callbacks=[callback("boundary")])           # or callback(budget="20GiB")
-
 switch(model, "attention")                                       # and activation_checkpointing=True as usual
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hyper_parallel.integrations.budgets import InTrainer, loss_of
 from hyper_parallel.integrations.packages import needed
@@ -16,6 +15,9 @@ from hyper_parallel.integrations.switches import Switch
 from hyper_parallel.integrations.treatment import Treatment, What
 from hyper_parallel.planner.backend import Model, Step
 from hyper_parallel.planner.plan_store import Store
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
 
 __all__ = ["callback", "switch"]
 
@@ -29,11 +31,10 @@ def callback(
     blocks: str | Sequence[str] | None = None,
     step: Step | None = None,
     store: Store = True,
-) -> Any:  # transformers.TrainerCallback
+) -> TrainerCallback:
     """A ``TrainerCallback`` that treats the model while it is trained; options as in ``integrations.treatment``.
 
-    ``step``: with a budget, one forward and backward to measure; None: the trainer's own first batch. ``store``: with a
-    budget, the folder of plans that lets a restart plan nothing; None switches it off.
+    ``step``: with a budget, one forward and backward to measure; None: the trainer's first batch. ``store``: see ``fit_memory``.
     """
     who = "integrations.transformers.callback"
     base = needed("transformers", who=who).TrainerCallback

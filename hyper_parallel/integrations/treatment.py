@@ -21,6 +21,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
+from hyper_parallel.core.activation_checkpoint.statistics import SwapStats
+from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import PlanError
 from hyper_parallel.planner.backend import Applied, Model, Step
 from hyper_parallel.planner.budget import check_budget
@@ -104,10 +106,16 @@ class Treated:
         except BaseException:
             self.remove()
             raise
+        self._before = SwapManager().stats()
 
-    def stats(self) -> tuple[Mapping[str, Any], ...]:
-        """What it did since it was applied, for each model."""
-        return tuple(handle.stats() for handle in self._handles)
+    @property
+    def applied(self) -> tuple[Applied, ...]:
+        """What was applied to each model; empty once it was removed."""
+        return tuple(self._handles)
+
+    def stats(self) -> SwapStats:
+        """What the engine counted since it was applied to all models."""
+        return SwapManager().stats().since(self._before)
 
     def summary(self) -> str:
         """A line for each model: by how much memory fell, and what that cost."""

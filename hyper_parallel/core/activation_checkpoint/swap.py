@@ -285,3 +285,8 @@ def _before_forward(layer: Any, args: Any) -> None:
 def _after_forward(layer: Any, args: Any, outputs: Any) -> None:
     tensors = tensor_adapter()
     SwapManager().leave_layer(layer, outputs, is_replay=tensors.is_in_backward() or not tensors.is_recording())
+
+
+def stats() -> SwapStats:
+    """What became of saved values since the last ``SwapManager().reset()``: bytes by fate and reason, copy times, hits."""
+    return SwapManager().stats()
