@@ -2,9 +2,8 @@
 
     python scripts/common_lines.py hyper_parallel/backends/torch hyper_parallel/backends/mindspore [--list]
 
-Docstrings, comments, imports and lines of punctuation do not count. A line of the second package counts as common where the
-same line is in the first; a run is three or more of them in a row in one file, which is where logic may be written twice.
-``--list`` prints the runs.
+Files of one name are compared, as a diff does. Docstrings, comments, imports and lines of punctuation do not count. Runs of
+three or more lines are where logic may be written twice; ``--list`` prints them.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import ast
 import collections
 import dataclasses
+import difflib
 import io
 import keyword
 import pathlib
@@ -58,47 +58,25 @@ def _numbers(node: ast.AST) -> range:
     return range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
-def runs_in_common(mine: list[Line], theirs: list[Line]) -> list[tuple[list[Line], list[Line]]]:
-    """The longest runs of lines that both files have, none of them counted twice."""
-    found, at = [], 0
-    places = collections.defaultdict(list)
-    for place, line in enumerate(theirs):
-        places[line.shape].append(place)
-    while at < len(mine):
-        best, start = 0, 0
-        for place in places[mine[at].shape]:
-            length = 0
-            while (
-                at + length < len(mine)
-                and place + length < len(theirs)
-                and mine[at + length].shape == theirs[place + length].shape
-            ):
-                length += 1
-            if length > best:
-                best, start = length, place
-        if best >= SHORTEST_RUN:
-            found.append((mine[at : at + best], theirs[start : start + best]))
-        at += max(best, 1) if best >= SHORTEST_RUN else 1
-    return found
+def runs_in_common(first: list[Line], second: list[Line]) -> list[tuple[list[Line], list[Line]]]:
+    """The stretches that a diff of two files leaves unchanged."""
+    matcher = difflib.SequenceMatcher(
+        None, [line.shape for line in first], [line.shape for line in second], autojunk=False
+    )
+    return [(first[a : a + size], second[b : b + size]) for a, b, size in matcher.get_matching_blocks() if size]
 
 
 def main(arguments: list[str]) -> int:
     """Count, and print."""
-    folders = [pathlib.Path(name) for name in arguments if not name.startswith("--")]
-    first, second = ({path: lines_of(path) for path in sorted(folder.rglob("*.py"))} for folder in folders)
-    known = {line.shape for lines in first.values() for line in lines}
-    mine = [line for lines in second.values() for line in lines]
-    runs = []
-    for lines in second.values():
-        candidates = [runs_in_common(lines, theirs) for theirs in first.values()]
-        best = max(candidates, key=lambda found: sum(len(run) for run, _ in found), default=[])
-        runs += best
-    print(f"{sum(line.shape in known for line in mine)} of {len(mine)} lines are in both")
-    print(
-        f"{sum(len(run) for run, _ in runs)} of {len(mine)} are in runs of {SHORTEST_RUN} or more, in {len(runs)} runs"
-    )
+    first, second = (pathlib.Path(name) for name in arguments if not name.startswith("--"))
+    names = sorted({path.name for path in first.glob("*.py")} & {path.name for path in second.glob("*.py")})
+    runs = [run for name in names for run in runs_in_common(lines_of(first / name), lines_of(second / name))]
+    long_runs = [run for run in runs if len(run[0]) >= SHORTEST_RUN]
+    total = sum(len(lines_of(path)) for path in second.glob("*.py"))
+    print(f"{sum(len(run) for run, _ in runs)} of {total} lines are in both")
+    print(f"{sum(len(run) for run, _ in long_runs)} of them are in runs of {SHORTEST_RUN} or more")
     if "--list" in arguments:
-        for run, other in runs:
+        for run, other in long_runs:
             print(
                 f"{run[0].path}:{run[0].number}-{run[-1].number} = {other[0].path}:{other[0].number}-{other[-1].number}"
             )
