@@ -54,7 +54,7 @@ def parse_bytes(value: int | str, *, name: str) -> int:
 
 
 def show_bytes(nbytes: float) -> str:
-    """Bytes for a person: ``20.0 GiB``."""
+    """Bytes as text: ``20.00 GiB``."""
     size, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(size) < 1024:
@@ -195,7 +195,8 @@ def current_config() -> SwapConfig:
     override = _Settings.override.get()
     if override is not None:
         return override
-    return _environment_config() if _Settings.process is None else _Settings.process
+    process = _Settings.process  # read once: another thread may change it
+    return _environment_config() if process is None else process
 
 
 def _environment_config() -> SwapConfig:

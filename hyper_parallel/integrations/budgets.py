@@ -25,7 +25,7 @@ class Loss(Protocol):
 
 
 class InTrainer:
-    """A treatment in the hands of a trainer's callback: ``begin``, then ``before_step`` each time, then ``end``."""
+    """A treatment that a trainer's callback applies: ``begin``, then ``before_step`` each time, then ``end``."""
 
     def __init__(self, treatment: Treatment) -> None:
         if treatment.budget is not None:

@@ -1,4 +1,4 @@
-"""Other people's packages, imported when an adapter is used, with an error that says what to install."""
+"""Packages of others, imported when an adapter is used, with an error that says what to install."""
 
 from __future__ import annotations
 

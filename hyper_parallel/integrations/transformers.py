@@ -47,7 +47,7 @@ def callback(
         def __init__(self) -> None:
             self._run = InTrainer(treatment)
             self._call: tuple[Any, Any] | None = None  # what the trainer called the model with
-            self._listening: Any = None  # torch.utils.hooks.RemovableHandle
+            self._call_hook: Any = None  # torch.utils.hooks.RemovableHandle
 
         def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
             if getattr(args, "activation_offloading", False):
@@ -55,7 +55,7 @@ def callback(
             self._forget()
             self._run.begin(model)
             if treatment.budget is not None and step is None:
-                self._listening = model.register_forward_pre_hook(self._heard, with_kwargs=True)
+                self._call_hook = model.register_forward_pre_hook(self._remember_call, with_kwargs=True)
 
         def on_step_begin(self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **_: Any) -> None:
             self._run.before_step(model, [optimizer], lambda: step or self._own_step(model))
@@ -64,7 +64,7 @@ def callback(
             self._forget()
             self._run.end()
 
-        def _heard(self, module: Any, args: Any, kwargs: Any) -> None:
+        def _remember_call(self, module: Any, args: Any, kwargs: Any) -> None:
             if module.training and torch.is_grad_enabled():  # evaluating and generating have batches of another size
                 self._call = args, kwargs
 
@@ -75,9 +75,9 @@ def callback(
 
         def _forget(self) -> None:
             self._call = None
-            if self._listening is not None:
-                self._listening.remove()
-                self._listening = None
+            if self._call_hook is not None:
+                self._call_hook.remove()
+                self._call_hook = None
 
     return HyperParallelCallback()
 

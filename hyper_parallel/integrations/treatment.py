@@ -9,8 +9,8 @@ A mapping of rules, a :class:`~hyper_parallel.planner.plan.Plan`, or a policy ``
 adapters know theirs). ``store``: a folder of plans, so that a restart plans nothing (see ``hp.fit_memory``); the trainers'
 callbacks use the one in the user's cache unless told ``store=None``.
 
-A model's own gradient checkpointing is switched off while it is treated, and on again by ``remove()``: two deciders for
-the same values cannot agree, and the user asked for this one.
+A model's own gradient checkpointing is switched off while it is treated, and on again by ``remove()``: two of them
+would decide about the same values, and the user asked for this one.
 """
 
 from __future__ import annotations
