@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 RUN := HYPER_PARALLEL_PLATFORM=torch $(BIN)/python
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help install native demo test test-long test-gpu test-mindspore test-machines test-without-native test-versions docs format clean
+.PHONY: help install native demo test test-long test-gpu test-mindspore test-machines test-without-native test-versions coverage docs format clean
 .PHONY: check check-style check-types check-tests check-docs check-packages
 
 help:
@@ -15,9 +15,10 @@ help:
 	@echo "make test-mindspore  the tests on MindSpore alone, in an environment of their own"
 	@echo "make test-gpu   the GPU suite; needs a CUDA device"
 	@echo "make test-without-native  the engine's suites with the native recorder switched off; a part of 'make test'"
-	@echo "make test-machines  the suites that judge numbers, with other kernels and threads"
+	@echo "make test-machines  the suites that compare numbers, with other kernels and threads"
 	@echo "make test-versions  the engine's suites on every tested torch release; downloads gigabytes"
 	@echo "make check      format, lint, types, import rules, docs without warnings, unit tests; under a minute"
+	@echo "make coverage   which lines of the engine and the planner the unit tests run"
 	@echo "make docs       the documentation, into site/index.html"
 
 # torch first and alone: with a plain or ranged requirement pip would fetch gigabytes of CUDA packages.
@@ -77,13 +78,18 @@ test-mindspore: .venv-mindspore/.installed
 test-without-native: install
 	OMP_NUM_THREADS=1 HYPER_PARALLEL_NATIVE=0 $(RUN) -m pytest tests/integration/activation tests/fuzz -q -n 2 --dist loadfile -m "not long"
 
-# The suites that judge numbers, under eight choices of kernels and threads: no verdict may depend on the processor.
+# The suites that compare numbers, under eight choices of kernels and threads: no verdict may depend on the processor.
 test-machines: install
 	PYTHON=$(BIN)/python scripts/test_machines.sh
 
 # The engine's suites on the other torch releases of the list in hyper_parallel/_version.py; some gigabytes each, so not in 'make test'.
 test-versions:
 	PYTHON=$(PYTHON) scripts/test_versions.sh
+
+# The framework-free packages alone, by the unit tests alone: what those miss is left to slower tests. Settings: pyproject.toml.
+coverage: install
+	OMP_NUM_THREADS=1 $(RUN) -m coverage run -m pytest tests/unit -q -p no:xdist -m "not long"
+	$(BIN)/python -m coverage report
 
 # Two parts at a time: the type check and the tests take longest, and each uses one core. All parts run, also after a failure.
 # The gate has the unit tests that answer in seconds; `make test` has all tests, these included.
@@ -115,4 +121,4 @@ format: install
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) .venv-mindspore .venv-torch-* build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-mindspore .venv-torch-* build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage

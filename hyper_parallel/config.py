@@ -1,4 +1,4 @@
-"""Settings: frozen, validated at birth, with the unit in every name.
+"""Settings: frozen, and checked when they are made. Sizes are in bytes.
 
 A :class:`SwapConfig` is a value. Where a setting comes from is decided in one place, :func:`current_config`: the
 innermost ``with configure(...)`` of this thread and context, else what ``configure(...)`` set for the process, else the
@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import os
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
@@ -53,7 +54,7 @@ def parse_bytes(value: int | str, *, name: str) -> int:
 
 
 def show_bytes(nbytes: float) -> str:
-    """Bytes for a person: ``20.0 GiB``."""
+    """Bytes as text: ``20.00 GiB``."""
     size, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(size) < 1024:
@@ -175,10 +176,11 @@ _ENCODED: Final = frozenset(map(getattr(os.environ, "encodekey", str), _VARIABLE
 
 
 class _Settings:
-    """What ``configure`` set for the process, and the override of this context."""
+    """What ``configure`` set for the process, the override of this context, and calls of ``configure`` that are undecided."""
 
     process: SwapConfig | None = None
     override: contextvars.ContextVar[SwapConfig | None] = contextvars.ContextVar("hyper_parallel_config", default=None)
+    undecided: list[_Call] = []  # noqa: RUF012  # changed by ``append`` and ``remove`` alone, which are atomic
 
 
 @functools.lru_cache(maxsize=1)
@@ -188,28 +190,70 @@ def _from_environment_once(snapshot: tuple[tuple[str, str], ...]) -> SwapConfig:
 
 def current_config() -> SwapConfig:
     """The settings that hold here and now."""
+    if _Settings.undecided:
+        _decide_calls_of_this_thread()
     override = _Settings.override.get()
     if override is not None:
         return override
-    if _Settings.process is not None:
-        return _Settings.process
+    process = _Settings.process  # read once: another thread may change it
+    return _environment_config() if process is None else process
+
+
+def _environment_config() -> SwapConfig:
     if _ENCODED.isdisjoint(getattr(os.environ, "_data", _ENCODED)):
         return _from_environment_once(())
     environ = os.environ
     return _from_environment_once(tuple((name, environ[name]) for name in _VARIABLES if name in environ))
 
 
-class Configured:
-    """What :func:`configure` returns: forget it, or use it as a context manager that restores what was."""
+@dataclasses.dataclass(eq=False)
+class _Call:
+    """One call of :func:`configure`: for the process, unless a ``with`` block takes it first.
 
-    def __init__(self, config: SwapConfig, previous: SwapConfig | None) -> None:
+    Both cannot be told apart when ``configure`` is called. So a call is undecided until its result is entered (it is a
+    block's), is dropped (it was a plain statement), or its thread uses settings again. Until then no thread sees it.
+    """
+
+    config: SwapConfig | None  # None: what the environment says
+    thread: int
+    previous: SwapConfig | None = None  # what it replaced as the default of the process
+
+    def take(self) -> bool:
+        """Decide it now; False where it was decided before."""
+        try:
+            _Settings.undecided.remove(self)
+        except ValueError:
+            return False
+        return True
+
+    def set_default(self) -> None:
+        """Set the default of the process, if it is still undecided."""
+        if self.take():
+            self.previous, _Settings.process = _Settings.process, self.config
+
+    def take_for_block(self) -> None:
+        """It is the setting of a block: it never becomes the default of the process, or is no longer it."""
+        if not self.take() and _Settings.process is self.config:
+            _Settings.process = self.previous
+
+
+def _decide_calls_of_this_thread() -> None:
+    thread = threading.get_ident()
+    for call in [call for call in _Settings.undecided if call.thread == thread]:
+        call.set_default()
+
+
+class Configured:
+    """What :func:`configure` returns: drop it, or use it as a context manager that restores what was."""
+
+    def __init__(self, call: _Call, config: SwapConfig) -> None:
+        self._call = call
         self._config = config
-        self._previous = previous
         self._token: contextvars.Token[SwapConfig | None] | None = None
 
     def __enter__(self) -> SwapConfig:
         # Inside a with-block the setting belongs to this thread and context only.
-        _Settings.process = self._previous
+        self._call.take_for_block()
         self._token = _Settings.override.set(self._config)
         return self._config
 
@@ -220,22 +264,28 @@ class Configured:
             _Settings.override.reset(self._token)
             self._token = None
 
+    def __del__(self) -> None:
+        self._call.set_default()
+
 
 def configure(config: SwapConfig | None = None, **fields: Any) -> Configured:
     """Set the settings of the process, or of a ``with`` block; ``configure(None)`` goes back to the defaults.
 
-    Fields given by name change those of ``config``, or of what holds now: ``configure(min_bytes="4MiB")``.
+    Fields given by name change those of ``config``, or of what holds now: ``configure(min_bytes="4MiB")``. A ``with`` block
+    sets them for its own thread and context: no other thread sees them, not even for a moment. Without ``with``, call it as
+    a statement: the settings hold for the process as soon as the result is dropped, or this thread uses them.
     """
     if config is not None and not isinstance(config, SwapConfig):
         raise TypeError(
             f"configure: expected a SwapConfig, got {config!r}; write configure(SwapConfig(...)) or configure(min_bytes=...)"
         )
-    previous = _Settings.process
+    _decide_calls_of_this_thread()
     if fields:
         known = {field.name for field in dataclasses.fields(SwapConfig)}
         unknown = sorted(set(fields) - known)
         if unknown:
             raise TypeError(f"configure: unknown setting {', '.join(unknown)}; known are {', '.join(sorted(known))}")
         config = dataclasses.replace(config if config is not None else current_config(), **fields)
-    _Settings.process = config
-    return Configured(config if config is not None else current_config(), previous)
+    call = _Call(config, threading.get_ident())
+    _Settings.undecided.append(call)
+    return Configured(call, config or _Settings.override.get() or _environment_config())

@@ -6,7 +6,7 @@
       HyperParallelError
         UnsupportedMemberError (also NotImplementedError)   a Platform member this framework or device cannot serve
         GroupError                                          a rank, group or rendezvous that does not fit the call
-          RendezvousTimeoutError (also TimeoutError)        the other side of a rendezvous never came
+          RendezvousTimeoutError (also TimeoutError)        the other side of a rendezvous did not come in time
         CheckpointFileError                                 a weight file that is missing, foreign, truncated or unsafe
         ActivationError                                     anything about a saved value
           PolicyError (also TypeError)                      a policy answered, or was given, something unknown
@@ -84,7 +84,7 @@ class GroupError(HyperParallelError):
 
 
 class RendezvousTimeoutError(GroupError, TimeoutError):
-    """The other side of a rendezvous never came."""
+    """The other side of a rendezvous did not come in time."""
 
 
 class CheckpointFileError(HyperParallelError):
@@ -147,7 +147,7 @@ class BudgetTooSmallError(PlanError):
 
 def again(error: E) -> E:
     """A new error with the words of an old one, for errors that are kept: each raise adds the frames it passes to the very
-    object, and with them everything that a step had in its hands."""
+    object, and with them everything that the frames of a step hold."""
     fresh = copy.copy(error)
     fresh.__traceback__ = None
     if isinstance(error, OSError) and isinstance(fresh, OSError):

@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line, read. An option that the chosen command does not know is judged by that command's own parser."""
+    """The command line, read. An option that the chosen command does not know is checked by that command's own parser."""
     parser = build_parser()
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:

@@ -1,1 +1,1 @@
-"""The engine rooms: what happens to saved values, and how two threads overlap. No framework is imported here."""
+"""What happens to saved values, and how two threads overlap. No framework is imported here."""

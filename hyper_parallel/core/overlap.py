@@ -8,7 +8,7 @@ held until its ``notify_dispatched("comm")``, so that the communication is under
 starts. When both come in the same role there is nothing to order and both go on.
 
 A thread whose partner does not come (unequal numbers of hooks, an exception on the other side) gets an error after
-``timeout_s``; nothing ever waits without end. ``disable`` lets everybody go who waits. A coordinator that is not
+``timeout_s``; nothing ever waits without end. ``disable`` releases the threads that wait. A coordinator that is not
 enabled does nothing at all, so hooks may stay in a model that runs alone.
 """
 

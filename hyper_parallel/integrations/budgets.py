@@ -8,7 +8,7 @@ with state, on a batch that the trainer itself has fed to the model. Gradients a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from hyper_parallel.errors import PlanError
 from hyper_parallel.integrations.treatment import Treated, Treatment
@@ -17,8 +17,15 @@ from hyper_parallel.planner.backend import Model, Step
 __all__ = ["InTrainer", "loss_of"]
 
 
+class Loss(Protocol):
+    """A tensor from which a backward can start."""
+
+    def backward(self) -> None:
+        """Run backward."""
+
+
 class InTrainer:
-    """A treatment in the hands of a trainer's callback: ``begin``, then ``before_step`` each time, then ``end``."""
+    """A treatment that a trainer's callback applies: ``begin``, then ``before_step`` each time, then ``end``."""
 
     def __init__(self, treatment: Treatment) -> None:
         if treatment.budget is not None:
@@ -67,7 +74,7 @@ def require_device(what: str) -> None:
         )
 
 
-def loss_of(output: Any, who: str) -> Any:
+def loss_of(output: Any, who: str) -> Loss:
     """The loss in what a model or a training step returned: a scalar tensor, ``.loss``, or ``["loss"]``."""
     loss = output if hasattr(output, "backward") else getattr(output, "loss", None)
     if loss is None and isinstance(output, dict):
@@ -77,4 +84,5 @@ def loss_of(output: Any, who: str) -> Any:
             f"{who}: cannot fit a budget, because {type(output).__name__}, which the model returned for the trainer's batch, "
             "holds no loss. Give the model labels, pass step=..., or choose a preset instead of a budget."
         )
-    return loss
+    found: Loss = loss
+    return found

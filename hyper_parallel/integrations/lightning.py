@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.integrations.budgets import InTrainer, loss_of
 from hyper_parallel.integrations.packages import needed
 from hyper_parallel.integrations.treatment import Treatment, What
 from hyper_parallel.planner.plan_store import Store
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback
 
 __all__ = ["callback"]
 
@@ -26,7 +29,7 @@ def callback(
     budget: int | str | None = None,
     blocks: str | Sequence[str] | None = None,
     store: Store = True,
-) -> Any:  # lightning.pytorch.Callback
+) -> Callback:
     """A ``Callback`` that treats the ``LightningModule`` while it is fitted; options as in ``integrations.treatment``.
 
     ``store``: with a budget, the folder of plans that lets a restart plan nothing; None switches it off.

@@ -1,16 +1,16 @@
-"""Other people's packages, imported when an adapter is used, with an error that says what to install."""
+"""Packages of others, imported when an adapter is used, with an error that says what to install."""
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from types import ModuleType
 
 from hyper_parallel.errors import MissingPackageError
 
 __all__ = ["needed"]
 
 
-def needed(module: str, *, who: str, otherwise: str | None = None) -> Any:  # a module of another package
+def needed(module: str, *, who: str, otherwise: str | None = None) -> ModuleType:
     """The module of that name, or of the name ``otherwise``.
 
     Raises:

@@ -4,7 +4,7 @@
     apply(model, "boundary")
 
 The blocks are those of the base model. The inputs of the first one need no gradient, which the framework's older kind of
-checkpointing cannot bear (``enable_input_require_grads``); here nothing has to be done about it.
+checkpointing does not support (``enable_input_require_grads``); here nothing has to be done about it.
 """
 
 from __future__ import annotations

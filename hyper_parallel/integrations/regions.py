@@ -1,37 +1,31 @@
-"""Blocks whose every call goes through one function, for those who bring a policy and no rules."""
+"""Blocks whose every call goes through one function: for a treatment that is a policy or ``swap``, and no rules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from hyper_parallel.backends.torch.planner.blocks import find_blocks, require_module
 from hyper_parallel.backends.torch.planner.replacements import AppliedBlocks, Replacements
 from hyper_parallel.core.activation_checkpoint import checkpoint, swap
 from hyper_parallel.planner.backend import Model
 
+Output = TypeVar("Output")
+
 __all__ = ["replace_blocks", "swapped", "with_policy"]
 
 
-class _AppliedRegions(AppliedBlocks):
-    """Regions in the place of blocks; ``stats()``, ``remove()``, or a ``with`` block."""
-
-    def stats(self) -> Mapping[str, Any]:
-        """What the engine counted since."""
-        return self._counted()
-
-
-def swapped(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What it saves for backward leaves, and comes back in time."""
+def swapped(function: Callable[..., Output], *args: Any, **kwargs: Any) -> Output:
+    """Run a block; what it saves for backward is swapped."""
     return swap(function, *args, **kwargs)
 
 
-def with_policy(function: Callable[..., Any], *args: Any, policy_fn: Any, **kwargs: Any) -> Any:
-    """A region that follows the policy; its inputs leave."""
+def with_policy(function: Callable[..., Output], *args: Any, policy_fn: Any, **kwargs: Any) -> Output:
+    """Run a block as a region that follows the policy; its inputs are swapped."""
     return checkpoint(function, *args, policy_fn=policy_fn, swap_inputs=True, **kwargs)
 
 
-def replace_blocks(model: Model, region: Callable[..., Any], *, blocks: str | Sequence[str] | None) -> _AppliedRegions:
+def replace_blocks(model: Model, region: Callable[..., Any], *, blocks: str | Sequence[str] | None) -> AppliedBlocks:
     """Let every block be called through ``region(block, *args, **kwargs)``."""
     found = find_blocks(require_module(model, "apply"), blocks, who="apply")
     replacements = Replacements(model)
@@ -41,4 +35,4 @@ def replace_blocks(model: Model, region: Callable[..., Any], *, blocks: str | Se
     except BaseException:
         replacements.restore()
         raise
-    return _AppliedRegions(replacements)
+    return AppliedBlocks(replacements)

@@ -1,14 +1,13 @@
 """``transformers.Trainer``: a callback, or a switch behind ``activation_checkpointing=True``.
 
 Trainer(model, args, callbacks=[callback("boundary")])           # or callback(budget="20GiB")
-
 switch(model, "attention")                                       # and activation_checkpointing=True as usual
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from hyper_parallel.integrations.budgets import InTrainer, loss_of
 from hyper_parallel.integrations.packages import needed
@@ -16,6 +15,9 @@ from hyper_parallel.integrations.switches import Switch
 from hyper_parallel.integrations.treatment import Treatment, What
 from hyper_parallel.planner.backend import Model, Step
 from hyper_parallel.planner.plan_store import Store
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
 
 __all__ = ["callback", "switch"]
 
@@ -29,11 +31,10 @@ def callback(
     blocks: str | Sequence[str] | None = None,
     step: Step | None = None,
     store: Store = True,
-) -> Any:  # transformers.TrainerCallback
+) -> TrainerCallback:
     """A ``TrainerCallback`` that treats the model while it is trained; options as in ``integrations.treatment``.
 
-    ``step``: with a budget, one forward and backward to measure; None: the trainer's own first batch. ``store``: with a
-    budget, the folder of plans that lets a restart plan nothing; None switches it off.
+    ``step``: with a budget, one forward and backward to measure; None: the trainer's first batch. ``store``: see ``fit_memory``.
     """
     who = "integrations.transformers.callback"
     base = needed("transformers", who=who).TrainerCallback
@@ -46,7 +47,7 @@ def callback(
         def __init__(self) -> None:
             self._run = InTrainer(treatment)
             self._call: tuple[Any, Any] | None = None  # what the trainer called the model with
-            self._listening: Any = None  # torch.utils.hooks.RemovableHandle
+            self._call_hook: Any = None  # torch.utils.hooks.RemovableHandle
 
         def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **_: Any) -> None:
             if getattr(args, "activation_offloading", False):
@@ -54,7 +55,7 @@ def callback(
             self._forget()
             self._run.begin(model)
             if treatment.budget is not None and step is None:
-                self._listening = model.register_forward_pre_hook(self._heard, with_kwargs=True)
+                self._call_hook = model.register_forward_pre_hook(self._remember_call, with_kwargs=True)
 
         def on_step_begin(self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any, **_: Any) -> None:
             self._run.before_step(model, [optimizer], lambda: step or self._own_step(model))
@@ -63,7 +64,7 @@ def callback(
             self._forget()
             self._run.end()
 
-        def _heard(self, module: Any, args: Any, kwargs: Any) -> None:
+        def _remember_call(self, module: Any, args: Any, kwargs: Any) -> None:
             if module.training and torch.is_grad_enabled():  # evaluating and generating have batches of another size
                 self._call = args, kwargs
 
@@ -74,9 +75,9 @@ def callback(
 
         def _forget(self) -> None:
             self._call = None
-            if self._listening is not None:
-                self._listening.remove()
-                self._listening = None
+            if self._call_hook is not None:
+                self._call_hook.remove()
+                self._call_hook = None
 
     return HyperParallelCallback()
 

@@ -9,8 +9,8 @@ A mapping of rules, a :class:`~hyper_parallel.planner.plan.Plan`, or a policy ``
 adapters know theirs). ``store``: a folder of plans, so that a restart plans nothing (see ``hp.fit_memory``); the trainers'
 callbacks use the one in the user's cache unless told ``store=None``.
 
-A model's own gradient checkpointing is switched off while it is treated, and on again by ``remove()``: two deciders for
-the same values cannot agree, and the user asked for this one.
+A model's own gradient checkpointing is switched off while it is treated, and on again by ``remove()``: two of them
+would decide about the same values, and the user asked for this one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
+from hyper_parallel.core.activation_checkpoint.statistics import SwapStats
+from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import PlanError
 from hyper_parallel.planner.backend import Applied, Model, Step
 from hyper_parallel.planner.budget import check_budget
@@ -104,10 +106,16 @@ class Treated:
         except BaseException:
             self.remove()
             raise
+        self._before = SwapManager().stats()
 
-    def stats(self) -> tuple[Mapping[str, Any], ...]:
-        """What it did since it was applied, for each model."""
-        return tuple(handle.stats() for handle in self._handles)
+    @property
+    def applied(self) -> tuple[Applied, ...]:
+        """What was applied to each model; empty once it was removed."""
+        return tuple(self._handles)
+
+    def stats(self) -> SwapStats:
+        """What the engine counted since it was applied to all models."""
+        return SwapManager().stats().since(self._before)
 
     def summary(self) -> str:
         """A line for each model: by how much memory fell, and what that cost."""

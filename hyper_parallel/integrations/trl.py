@@ -9,13 +9,16 @@ runs. ``activation_offloading=True`` is refused: it moves the same values.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hyper_parallel.integrations import transformers
 from hyper_parallel.integrations.packages import needed
 from hyper_parallel.integrations.treatment import What
 from hyper_parallel.planner.backend import Step
 from hyper_parallel.planner.plan_store import Store
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
 
 __all__ = ["callback"]
 
@@ -27,7 +30,7 @@ def callback(
     blocks: str | Sequence[str] | None = None,
     step: Step | None = None,
     store: Store = True,
-) -> Any:  # transformers.TrainerCallback
+) -> TrainerCallback:
     """See :func:`hyper_parallel.integrations.transformers.callback`."""
     needed("trl", who="integrations.trl.callback")
     return transformers.callback(what, budget=budget, blocks=blocks, step=step, store=store)

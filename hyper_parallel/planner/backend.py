@@ -18,6 +18,7 @@ from hyper_parallel.errors import UnsupportedMemberError
 if TYPE_CHECKING:
     from typing import Self  # not in 3.10
 
+    from hyper_parallel.core.activation_checkpoint.statistics import SwapStats
     from hyper_parallel.planner.budget import DeviceMemory
     from hyper_parallel.planner.plan import Plan
     from hyper_parallel.planner.profile import Profile
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from hyper_parallel.planner.step_identity import StepIdentity
     from hyper_parallel.records.step_measure import StepMeasure
 
-__all__ = ["Applied", "AppliedPlan", "Model", "PlannerBackend", "Step", "planner_backend"]
+__all__ = ["Applied", "AppliedPlan", "AppliedRules", "Model", "PlannerBackend", "Step", "planner_backend"]
 
 Model: TypeAlias = Any  # torch.nn.Module | mindspore.nn.Cell
 Step: TypeAlias = Callable[[], Any]  # one forward and backward
@@ -45,11 +46,21 @@ class Applied(Protocol):
     def remove(self) -> None:
         """Put the model back as it was; nothing happens the second time."""
 
-    def stats(self) -> Mapping[str, Any]:
-        """What it did since it was applied."""
+    def stats(self) -> SwapStats:
+        """What the engine counted since it was applied."""
 
     def summary(self) -> str:
         """One line: by how much memory falls, and what that costs."""
+
+
+class AppliedRules(Applied, Protocol):
+    """Rules that were applied to a model."""
+
+    def decided(self) -> Mapping[str, int]:
+        """How many op instances each rule decided, by its pattern."""
+
+    def num_undecided(self) -> int:
+        """How many op instances no rule matched; they were recomputed."""
 
 
 class AppliedPlan(Applied, Protocol):
@@ -58,7 +69,12 @@ class AppliedPlan(Applied, Protocol):
     plan: Plan
     measured: StepMeasure | None  # the step under this plan; None where ``fit_memory`` did not measure it
     history: tuple[Mapping[str, Any], ...]  # every plan that ``fit_memory`` measured
+    device_bytes: int | None  # ``SwapConfig.device_bytes`` of its regions, where it was given
     stored_at: str | None  # the file of a store of plans that it came from, where nothing was planned
+
+    @property
+    def num_regions(self) -> int:
+        """How many modules of the model are regions now."""
 
     def report(self, path: str | os.PathLike[str]) -> None:
         """Write the plan and what became of it: JSON for a name that ends in .json, text otherwise."""
@@ -69,7 +85,7 @@ class PlannerBackend(Protocol):
 
     def apply_rules(
         self, model: Model, rules: RuleSet, *, blocks: str | Sequence[str] | None, step: Step | None
-    ) -> Applied:
+    ) -> AppliedRules:
         """Put regions that follow ``rules`` in the place of the model's blocks."""
 
     def list_ops(self, model: Model, step: Step, *, blocks: str | Sequence[str] | None) -> OpTable:

@@ -353,7 +353,7 @@ def _write_forward(block: _Block, writer: _Writer) -> None:
     ends: dict[int, list[int]] = {}
     taken = {value for values in block.admitted_at.values() for value in values}
 
-    def born(value: int) -> None:
+    def add_value(value: int) -> None:
         nbytes = block.nbytes[value]
         if not nbytes:
             return
@@ -378,7 +378,7 @@ def _write_forward(block: _Block, writer: _Writer) -> None:
             if value in ends.get(last_read, ()):
                 ends[last_read].remove(value)
 
-    born(BLOCK_INPUT)
+    add_value(BLOCK_INPUT)
     writer.touch()
     issuing = block.kind.host_forward_seconds / block.count
     begins = {region.first_op for region in block.regions}
@@ -387,7 +387,7 @@ def _write_forward(block: _Block, writer: _Writer) -> None:
         writer.issue(issuing + (0.0 if block.region_of[at] is None else block.host.region_op_seconds))
         for value in block.admitted_at.get(at, ()):
             admit(value, at)
-        born(at)
+        add_value(at)
         writer.touch(op.workspace_bytes)
         writer.work(op.seconds)
         if at in block.record_of and at not in taken:

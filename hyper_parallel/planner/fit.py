@@ -483,7 +483,7 @@ def worst_of(profiles: Sequence[Profile]) -> Profile:
     if len(prints) > 1:
         raise PlanError(
             f"fit_memory: the ranks hold {len(prints)} different models ({', '.join(sorted(prints))}), and one plan cannot serve "
-            "them. Profile, plan and apply on each rank by itself (profile_memory, plan_memory, apply_plan)."
+            "them. Profile, plan and apply on each rank separately (profile_memory, plan_memory, apply_plan)."
         )
     worst = max(profiles, key=lambda profile: profile.base.total + profile.measured.peak_bytes)
     return dataclasses.replace(

@@ -25,7 +25,7 @@ __all__ = ["Move", "Slot", "Solution", "Space"]
 
 SHORT_ROW: Final = 6  # blocks of a kind up to which every single block is tried
 MOST_WHOLE: Final = 400  # ways to treat a block up to which all of them are tried
-_LEAST_SHARE: Final = 1e-3  # of the forward's time: what all instances of an op must cost to be worth a thought
+_LEAST_SHARE: Final = 1e-3  # of the forward's time: what all instances of an op must cost to be considered
 _FACTORS: Final = (0.5, 0.75, 1.5, 2.0)
 
 

@@ -28,7 +28,7 @@ from typing import Any, Final
 
 from hyper_parallel.errors import PlanError
 from hyper_parallel.fates import Fate
-from hyper_parallel.planner.backend import Applied, Model, Step, planner_backend
+from hyper_parallel.planner.backend import AppliedRules, Model, Step, planner_backend
 
 __all__ = ["ALIASES", "INPUT", "FATES", "PRESETS", "OpRow", "OpTable", "Rule", "RuleSet", "apply_rules", "list_ops"]
 
@@ -342,7 +342,7 @@ def apply_rules(
     *,
     blocks: str | Sequence[str] | None = None,
     step: Step | None = None,
-) -> Applied:
+) -> AppliedRules:
     """Let rules decide what becomes of every op in the model's blocks.
 
     Args:
@@ -354,7 +354,7 @@ def apply_rules(
             checked now and matches at the end of the first forward. A preset needs no check, and does not run it.
 
     Returns:
-        What was applied: a context manager with ``stats()`` and ``remove()``.
+        What was applied: a context manager with ``stats()``, ``decided()`` and ``remove()``.
 
     Raises:
         PlanError: a rule matches nothing (near misses are shown), or the model has no repeated blocks.

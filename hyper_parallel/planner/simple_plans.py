@@ -44,7 +44,7 @@ def simple_plans(profile: Profile) -> tuple[SimplePlan, ...]:
 
 
 def simple_plan(profile: Profile, budget: int, way: SimplePlan, corrections: Corrections | None = None) -> Plan:
-    """Every block treated in one way. What a swap of whole blocks comes to is not simulated: measuring says it."""
+    """Every block treated in one way. A swap of whole blocks is not simulated, only measured."""
     solver = Solver(StepSimulator(profile, corrections))
     if way.is_replayed:
         choices = solver.by_hand[way.name]
@@ -64,7 +64,7 @@ def simple_plan(profile: Profile, budget: int, way: SimplePlan, corrections: Cor
 
 
 def _settings(solver: Solver, choices: Sequence[Choice]) -> Iterator[EngineSettings]:
-    """The engine's own settings, and those under which swapped values take the least room."""
+    """The engine's own settings, and those under which swapped values take the least memory."""
     engine = solver.profile.engine
     yield engine
     traces = [solver.simulator.trace(block, choice) for block, choice in enumerate(choices)]

@@ -34,7 +34,7 @@ MOST_EVENTS: Final = 1_200_000  # of traces, simulated or made; one or two secon
 _SWAP_COUNTS: Final = 8
 _NEARBY: Final = (0.95, 1.0, 1.05)  # shares of a budget whose best answers are carried over to other corrections
 _CARRIED: Final = 10
-# What a person gets for simplicity's sake, as shares of the step: see Answer.
+# What a simpler plan may cost, as shares of the step: see Answer.
 _RECIPE_PRICE: Final = 5e-5
 _SWAP_PRICE: Final = 2e-6
 _TOUCH_PRICE: Final = 1e-6

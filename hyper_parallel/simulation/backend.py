@@ -1,8 +1,8 @@
 """The simulated device, for either framework: CPU tensors as device memory.
 
-The backend counts the bytes of every storage that it is told of, and asks the judge whether each touch of device bytes is
+The backend counts the bytes of every storage that it is told of, and checks that each access to device bytes is
 ordered after the copies. Buffers are poisoned when they are allocated. A copy that waits to run holds its device side
-weakly, as a real copy does: when the last holder lets go too early, that is noticed.
+weakly, as a real copy does: bytes that are dropped too early are found.
 
 What differs between the frameworks is a few functions on flat bytes (:class:`SimulatedMemory`) and a dispatch mode that
 sees every op of a thread and tells the backend what the op touches.
@@ -96,7 +96,7 @@ class SimulatedBackend:
         self.host_view = memory.host_view
         self._memory = memory
         self._timeline = simulation.timeline
-        self._judge = simulation.judge
+        self._accesses = simulation.accesses
         self._lives: dict[int, _Life] = {}  # of device storages, by key
         self._host_owners: dict[int, weakref.ref[Any]] = {}  # of host storages, by key
         if memory.object_outlives_bytes:
@@ -154,7 +154,7 @@ class SimulatedBackend:
         flat, owner = self._memory.new_host_bytes(nbytes)
         key = self._memory.range_of(flat).key
         with self._timeline.lock:
-            self._judge.forget(key)
+            self._accesses.forget(key)
             self._host_owners[key] = weakref.ref(owner, lambda dead: self._forget_host(key, dead))
         return flat
 
@@ -163,7 +163,7 @@ class SimulatedBackend:
         with self._timeline.lock:
             if self._host_owners.get(key) is owner:
                 del self._host_owners[key]
-                self._judge.forget(key)
+                self._accesses.forget(key)
 
     def dropped(self, nbytes: int) -> None:
         """Nothing to do: the owner's death is seen."""
@@ -183,7 +183,7 @@ class SimulatedBackend:
         return contextlib.nullcontext()
 
     def copy(self, destination: FlatBytes, source: FlatBytes, stream: Stream) -> None:
-        """Queue a copy, after both of its sides are judged."""
+        """Queue a copy, after both of its sides are checked."""
         with self._timeline.lock:
             lane = self._timeline.lane_of(stream)
             self.simulation.count_freed_bytes()
@@ -206,11 +206,11 @@ class SimulatedBackend:
 
     def _claim(self, stream: SimulatedStream, part: ByteRange, *, is_write: bool, what: str) -> None:
         self.check(stream, part, is_write=is_write, what=what)
-        self._judge.touch(stream, part.key, part.start, part.end, is_write=is_write, what=what)
+        self._accesses.touch(stream, part.key, part.start, part.end, is_write=is_write, what=what)
 
     def check(self, stream: SimulatedStream, part: ByteRange, *, is_write: bool, what: str) -> None:
         """Raise when a touch is not ordered after an earlier one."""
-        known = self._judge.conflict(stream, part.key, part.start, part.end, is_write=is_write)
+        known = self._accesses.conflict(stream, part.key, part.start, part.end, is_write=is_write)
         if known is not None:
             raise SimulationError(
                 f"simulated accelerator: {what} on {stream.name} {'writes' if is_write else 'reads'} bytes that {known.what} on "
@@ -236,18 +236,18 @@ class SimulatedBackend:
     def touch(self, key: int, nbytes: int, *, owner: object | None, is_write: bool, what: str) -> None:
         """The compute stream touches a device storage. It is counted from its first touch on until ``owner`` dies.
 
-        ``owner`` is None where the framework has no such object: these bytes are judged, and not counted.
+        ``owner`` is None where the framework has no such object: these bytes are checked, and not counted.
         """
         with self._timeline.lock:
             self.simulation.count_freed_bytes()
             if owner is not None and key not in self._lives:
                 self._lives[key] = _Life(weakref.ref(owner, lambda dead: self._end_life(key, dead)), nbytes)
                 self.simulation.count(nbytes)
-                self._judge.forget(key)
+                self._accesses.forget(key)
                 self.simulation.raise_if_full(what)
             compute = self._timeline.compute
             self._timeline.tick(compute)
-            self._judge.touch(compute, key, 0, max(1, nbytes), is_write=is_write, what=what)
+            self._accesses.touch(compute, key, 0, max(1, nbytes), is_write=is_write, what=what)
 
     def _end_freed_lives(self) -> None:
         """End the lives of bytes that are gone although their owner lives."""
@@ -264,13 +264,13 @@ class SimulatedBackend:
                 return  # it was ended already
             del self._lives[key]
             self.simulation.count(-life.nbytes)
-            known = self._judge.conflict(self._timeline.compute, key, 0, max(1, life.nbytes), is_write=True)
+            known = self._accesses.conflict(self._timeline.compute, key, 0, max(1, life.nbytes), is_write=True)
             if known is not None:
-                self._judge.blame(
+                self._accesses.add_violation(
                     f"simulated accelerator: device bytes were let go while {known.what} on {known.stream} may still "
                     "be using them"
                 )
-            self._judge.forget(key)
+            self._accesses.forget(key)
 
 
 class _Copy:
@@ -296,7 +296,7 @@ class _Copy:
         with self._memory.unseen():
             device = self._device()
             if device is None:
-                return  # the violation was noted when its life ended
+                return  # the violation was recorded when its life ended
             if self._goes_out:
                 self._memory.copy_now(self._host, device)
             else:

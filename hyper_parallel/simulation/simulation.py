@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from hyper_parallel.core.activation_checkpoint.record import Record
-from hyper_parallel.simulation.streams import Judge, SimulationError, Timeline
+from hyper_parallel.simulation.streams import AccessLog, SimulationError, Timeline
 
 __all__ = ["Simulation"]
 
@@ -15,7 +15,7 @@ class Simulation:
 
     def __init__(self, timing: str, seed: int) -> None:
         self.timeline = Timeline(timing, seed)
-        self.judge = Judge()
+        self.accesses = AccessLog()
         self.count_freed_bytes: Callable[[], None] = _nothing
         """Called before the bytes are read, where a framework does not report at once that device bytes are gone."""
         self.capacity_bytes: int | None = None
@@ -30,7 +30,7 @@ class Simulation:
         """For tests: the records of the copies with these numbers, counted from 0, do not hold their device bytes."""
 
     def trace(self, what: str, record: Record) -> None:
-        """Note what the schedule did with a record."""
+        """Record what the schedule did with a record of the engine."""
         self.events.append((what, record.nbytes))
         if what in ("offload", "load"):  # a copy was queued, and the record holds the device's side of it
             if self.num_holds in self.skip_holds:
@@ -55,7 +55,7 @@ class Simulation:
     @property
     def violations(self) -> list[str]:
         """Every use of bytes at a moment when a real device may not have them."""
-        return list(self.judge.violations)
+        return list(self.accesses.violations)
 
     def count(self, nbytes: int) -> None:
         """Add to the device bytes that live now; negative where some are gone."""
@@ -72,8 +72,8 @@ class Simulation:
 
     def raise_violations(self) -> None:
         """Raise the first violation that could not be raised where it happened."""
-        if self.judge.violations:
-            first, *rest = self.judge.violations
+        if self.accesses.violations:
+            first, *rest = self.accesses.violations
             raise SimulationError(first + (f" (and {len(rest)} more)" if rest else ""))
 
 

@@ -1,16 +1,16 @@
-"""Simulated copy streams: work that waits to be waited for, and a judge of what may touch what when.
+"""Simulated copy streams: work that runs when something waits for it, and a check that accesses to the same bytes are ordered.
 
 Theory of operation
 -------------------
 *Lazy work.* What is queued on a copy stream runs only when something waits for it (or at random moments, by a seed), so
-a missing wait reads bytes that never arrived, every time and not once a week. The compute stream runs at once.
+a missing wait reads bytes that never arrived, every time and not by chance. The compute stream runs at once.
 
 *Clocks.* Every stream has a vector clock: how far it has seen each other stream. Recording an event takes a snapshot,
 waiting for it joins the snapshot, and the host passes on whatever it saw done. Two accesses to the same bytes of which
 one writes must be ordered by these clocks. That finds a missing order even where the values happen to be right.
 
 *Faults.* A test can make the device ignore single waits and events, by their numbers. It shows that the engine needs each
-of them: without it the judge or a comparison of values must notice.
+of them: without it the check of accesses or a comparison of values must fail.
 
 This file knows no framework: bytes are (key, start, end).
 """
@@ -26,7 +26,7 @@ from typing import Any, TypeVar, cast
 
 from hyper_parallel.errors import HyperParallelError
 
-__all__ = ["Access", "Judge", "SimulatedEvent", "SimulatedStream", "SimulationError", "Timeline"]
+__all__ = ["Access", "AccessLog", "SimulatedEvent", "SimulatedStream", "SimulationError", "Timeline"]
 
 Clock = dict[str, int]
 
@@ -78,8 +78,8 @@ class Access:
         self.what = what
 
 
-class Judge:
-    """Remembers who touched which bytes, and says when two touches have no order."""
+class AccessLog:
+    """Which stream touched which bytes last; finds two touches that have no order."""
 
     def __init__(self) -> None:
         self._accesses: dict[int, list[Access]] = {}
@@ -113,7 +113,7 @@ class Judge:
         """The bytes are gone."""
         self._accesses.pop(key, None)
 
-    def blame(self, message: str) -> None:
+    def add_violation(self, message: str) -> None:
         """Remember a violation that cannot be raised where it happened."""
         self.violations.append(message)
 

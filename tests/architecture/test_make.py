@@ -13,7 +13,7 @@ from hyper_parallel._version import TESTED_TORCH
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
-def _house_with_stubs(folder: pathlib.Path, *, torch_status: int, mindspore_status: int) -> None:
+def _folder_with_stubs(folder: pathlib.Path, *, torch_status: int, mindspore_status: int) -> None:
     """The Makefile beside environments whose python only writes down what it was asked, and ends with a status."""
     (folder / "Makefile").write_text((ROOT / "Makefile").read_text())
     (folder / "requirements").mkdir()
@@ -33,7 +33,7 @@ def _house_with_stubs(folder: pathlib.Path, *, torch_status: int, mindspore_stat
 def test_make_test_runs_every_part_and_fails_at_the_end(
     tmp_path: pathlib.Path, torch_status: int, mindspore_status: int, is_good: bool
 ) -> None:
-    _house_with_stubs(tmp_path, torch_status=torch_status, mindspore_status=mindspore_status)
+    _folder_with_stubs(tmp_path, torch_status=torch_status, mindspore_status=mindspore_status)
     done = subprocess.run(["make", "test"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode == 0) is is_good, done.stderr
     asked = [line.split()[:4] for line in (tmp_path / "asked.txt").read_text().splitlines()]

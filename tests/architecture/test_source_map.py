@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter
 from pathlib import Path
@@ -53,3 +54,32 @@ def test_the_glossary_is_short_and_names_each_word_once() -> None:
     assert 20 <= len(words) <= MOST_WORDS
     assert len(set(words)) == len(words)
     assert all(meaning for _, meaning in rows_of("Glossary"))
+
+
+def names_defined_in(path: Path) -> set[str]:
+    """Functions, classes, methods as ``Class.method``, and assigned names."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = {
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+    return found
+
+
+def test_where_to_change_what_names_files_and_functions_that_exist() -> None:
+    rows = rows_of("Where to change what")
+    assert len(rows) >= 10
+    for what, text in rows:
+        places = re.findall(r"`([\w/]+\.py)`(?:: ((?:`[\w.]+`(?:, )?)+))?", text)
+        assert places, what
+        for path, names in places:
+            missing = set(re.findall(r"`([\w.]+)`", names)) - names_defined_in(PACKAGE / path)
+            assert not missing, f"{what}: {path} does not define {missing}"

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import hyper_parallel as hp
+from hyper_parallel.integrations import (
+    accelerate,
+    ddp,
+    fsdp,
+    lightning,
+    peft,
+    pipelining,
+    transformers,
+    treatment,
+    trl,
+)
+from hyper_parallel.integrations.treatment import Treated
+from hyper_parallel.planner.backend import AppliedPlan, AppliedRules
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,17 +63,54 @@ with hp.apply_plan(layer, plan) as applied:
 fitted = hp.fit_memory(layer, step, "20GiB")
 assert_type(fitted.plan.predicted_step_seconds, float)
 fitted.remove()
-hp.apply_rules(layer, {"*::mm": "swap"}).remove()
+rules = hp.apply_rules(layer, {"*::mm": "swap"})
+assert_type(rules.decided()["*::mm"], int)
+assert_type(rules.stats(), hp.SwapStats)
+assert_type(fitted.stats(), hp.SwapStats)
 assert_type(hp.stats().swapped_out_bytes, int)
 """
 
 WRONG = {
+    "a name that is not public": "hp.swop",
     "the keyword of a setting": "hp.SwapConfig(tail_byte=1)",
     "a setting that is no size": "hp.SwapConfig(tail_bytes=[1])",
     "a result that is taken for another": "hp.checkpoint(len, [1]).upper()",
     "a plan that is none": "hp.apply_plan(print, 3)",
     "a part that a plan has not": "hp.fit_memory(print, print, 1).plans",
 }
+
+
+HANDLES = (AppliedRules, AppliedPlan, Treated)
+ADAPTERS = (accelerate, ddp, fsdp, lightning, peft, pipelining, transformers, treatment, trl)
+
+
+def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Every public function, and every public method of the public classes and of what the functions return."""
+    named = {name: getattr(hp, name) for name in hp.__all__} | {kind.__name__: kind for kind in HANDLES}
+    for module in ADAPTERS:
+        named |= {f"{module.__name__}.{name}": getattr(module, name) for name in module.__all__ if name != "Treated"}
+    for name, value in named.items():
+        if inspect.isclass(value):
+            for member, function in inspect.getmembers(
+                value, lambda it: inspect.isfunction(it) or inspect.ismethod(it)
+            ):
+                if not member.startswith("_") and function.__module__.startswith("hyper_parallel"):
+                    yield f"{name}.{member}", function
+        elif inspect.isfunction(value):
+            yield name, value
+
+
+def test_no_public_function_returns_any() -> None:
+    functions = dict(public_functions())
+    assert {"checkpoint", "SwapManager.stats", "Plan.load", "AppliedRules.decided"} <= set(functions)
+    returns = {name: inspect.signature(function).return_annotation for name, function in functions.items()}
+    assert [name for name, kind in returns.items() if kind in ("Any", inspect.Signature.empty)] == []
+
+
+def test_stats_mean_one_thing_in_one_shape() -> None:
+    of_stats = {name: function for name, function in public_functions() if name.rpartition(".")[2] == "stats"}
+    assert set(of_stats) == {"stats", *(f"{kind.__name__}.stats" for kind in (hp.SwapManager, *HANDLES))}
+    assert {inspect.signature(function).return_annotation for function in of_stats.values()} == {"SwapStats"}
 
 
 def checked(tmp_path: Path, text: str) -> tuple[int, str]:

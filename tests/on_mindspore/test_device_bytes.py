@@ -62,7 +62,7 @@ def test_what_is_saved_beside_the_schedule_makes_the_copies_go() -> None:
 def test_the_window_is_checked_when_a_region_ends_and_not_inside_one(monkeypatch: Any) -> None:
     """Inside a region its passing values are counted too, and they go by themselves."""
     log: list[str] = []
-    check, admit = Engine._make_room_in_window, Engine.admit
+    check, admit = Engine._trim_to_window, Engine.admit
 
     def checked(self: Engine) -> None:
         log.append("check")
@@ -74,7 +74,7 @@ def test_the_window_is_checked_when_a_region_ends_and_not_inside_one(monkeypatch
         log.append("admitted")
         return record
 
-    monkeypatch.setattr(Engine, "_make_room_in_window", checked)
+    monkeypatch.setattr(Engine, "_trim_to_window", checked)
     monkeypatch.setattr(Engine, "admit", admitted)
     with simulated_accelerator(timing="lazy", window_bytes=0, prefetch_bytes=0, tail_bytes=0, device_bytes=2**30):
         gradient([SWAP])

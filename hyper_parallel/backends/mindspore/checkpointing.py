@@ -9,7 +9,7 @@ from typing import Any, Final
 import mindspore
 
 from hyper_parallel.backends.mindspore.draws import Drawing
-from hyper_parallel.backends.mindspore.graph import note_second_order
+from hyper_parallel.backends.mindspore.graph import remember_second_order
 from hyper_parallel.backends.mindspore.region_state import RegionState
 from hyper_parallel.backends.mindspore.saved_tensors import AsyncSaveOnCpu
 from hyper_parallel.backends.mindspore.selective import create_selective_checkpoint_contexts
@@ -41,7 +41,7 @@ def framework_checkpoint(
     early_stop: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """``mindspore.recompute``, always in its non-reentrant form. With ``context_fn`` random ops are the caller's care.
+    """``mindspore.recompute``, always in its non-reentrant form. With ``context_fn`` the caller is responsible for random ops.
 
     On the CPU MindSpore cannot draw the same random numbers again, so without ``context_fn`` the ops that draw are kept
     there and everything else is recomputed. With ``preserve_rng_state=False`` (``save_rng_state`` is MindSpore's name for
@@ -74,7 +74,7 @@ def framework_checkpoint(
 
 
 def _pop_random_state_option(kwargs: dict[str, Any]) -> bool:
-    """Whether a recomputation shall draw the same random numbers, taken out of ``kwargs``; yes unless it is said."""
+    """Whether a recomputation shall draw the same random numbers, taken out of ``kwargs``; yes by default."""
     given = {name: bool(kwargs.pop(name)) for name in _RANDOM_STATE_OPTIONS if name in kwargs}
     if len(set(given.values())) > 1:
         raise ValueError(f"checkpoint: {given} contradict each other; they are two names of one option, give one")
@@ -92,7 +92,7 @@ class MindSporeCalls(Calls):
     framework_keywords = _FRAMEWORK_KEYWORDS
 
     def packer_options(self, function: Any) -> dict[str, Any]:
-        """See the base class. A view of a parameter does not say that it is one."""
+        """See the base class. MindSpore does not mark a view of a parameter as one."""
         owner = getattr(function, "__self__", function)
         return {"parameters": owner.get_parameters()} if isinstance(owner, mindspore.nn.Cell) else {}
 
@@ -134,7 +134,7 @@ class MindSporeCalls(Calls):
 
 
 class _Inputs(mindspore.saved_tensors_hooks):  # type: ignore[misc]
-    """Sees when backward asks for a region's inputs, which stay as they are; see :func:`note_second_order`."""
+    """Sees when backward asks for a region's inputs, which stay as they are; see :func:`remember_second_order`."""
 
     def __init__(self) -> None:
         super().__init__(_same, _seen_by_backward)
@@ -145,7 +145,7 @@ def _same(tensor: Any) -> Any:
 
 
 def _seen_by_backward(tensor: Any) -> Any:
-    note_second_order()
+    remember_second_order()
     return tensor
 
 

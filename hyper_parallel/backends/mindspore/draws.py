@@ -39,8 +39,8 @@ class Drawing:
         self._streams = PythonState()
 
     def __enter__(self) -> None:
-        self._streams.note_source(_OP_SEEDS, _OP_SEEDS)
-        self._streams.note_global_draws()
+        self._streams.remember_source(_OP_SEEDS, _OP_SEEDS)
+        self._streams.remember_global_draws()
 
     def __exit__(self, *exc: object) -> None:
         self._streams.keep_changes()

@@ -21,7 +21,7 @@ __all__ = [
     "current_task",
     "is_in_backward",
     "next_sequence",
-    "note_second_order",
+    "remember_second_order",
     "refuse_second_order",
 ]
 
@@ -71,8 +71,8 @@ class _ThisThread(threading.local):
 _THIS_THREAD = _ThisThread()
 
 
-def note_second_order() -> None:
-    """Called when backward wants a value: is it being recorded? A replay later in the same backward cannot tell."""
+def remember_second_order() -> None:
+    """Remember, when backward asks for a value, whether this backward is recorded: a replay later in it cannot tell."""
     if compat.is_recording():
         _THIS_THREAD.second_order = compat.backward_id()
 

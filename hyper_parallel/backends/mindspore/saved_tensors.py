@@ -11,7 +11,7 @@ from typing import Any
 
 import mindspore
 
-from hyper_parallel.backends.mindspore.graph import note_second_order, refuse_second_order
+from hyper_parallel.backends.mindspore.graph import refuse_second_order, remember_second_order
 from hyper_parallel.backends.mindspore.storages import storage_key
 from hyper_parallel.backends.mindspore.tensor_adapter import TENSORS
 from hyper_parallel.core.activation_checkpoint.packed import Packed
@@ -30,13 +30,13 @@ def base_check_fn(tensor: Any) -> bool:
 
 def unpack(packed: Packed) -> Any:
     """The unpack hook: a function of its own, so that a graph holds no context manager."""
-    note_second_order()
+    remember_second_order()
     refuse_second_order(packed.scope.where)
     return packed.unpack()
 
 
 class MindSporePacker(Packer):
-    """A packer that knows views of parameters by their address: a view does not say that it is one.
+    """A packer that knows views of parameters by their address: MindSpore does not mark them.
 
     Parameters outlive the call that packs.
     """

@@ -108,7 +108,7 @@ class ForwardMode(RegionForward, mindspore.MsDispatchMode):  # type: ignore[misc
         entries.append(REPLAYED)  # what an exception inside the op leaves behind
         output = func(*args)
         if facts.writes_first and compat.is_recording():
-            self._note_written(args)
+            self._remember_written(args)
         reason = replay_reason(facts, args, output)
         if reason is not None and not (facts.is_random and reason == "factory"):
             self._replayed[reason] = self._replayed.get(reason, 0) + 1
@@ -136,8 +136,8 @@ class ForwardMode(RegionForward, mindspore.MsDispatchMode):  # type: ignore[misc
             if not region.allows_mutation:
                 self._protect_written((tensor,))
 
-    def _note_written(self, args: Any) -> None:
-        """A tensor without a past that takes values with one must have it when it is next seen."""
+    def _remember_written(self, args: Any) -> None:
+        """A tensor without autograd history that takes values with one must have a history when it is next seen."""
         written, *sources = tensors_in(args)
         is_plain = written.param_info is None and not written._requires_grad
         if is_plain and any(source._requires_grad for source in sources):
@@ -196,7 +196,7 @@ class ReplayMode(RegionReplay, mindspore.MsDispatchMode):  # type: ignore[misc]
             return self._run_ahead(func, facts, args)
         if isinstance(entry, Replayed):
             output = func(*args)
-            self._note_made(func, args, output)
+            self._remember_made(func, args, output)
             return output
         if self._made and self._would_wait(func, facts, args):
             return func(*args)
@@ -212,7 +212,7 @@ class ReplayMode(RegionReplay, mindspore.MsDispatchMode):  # type: ignore[misc]
             if label is not None:
                 raise changed_in_place(self._region.where, label, func.name)
 
-    def _note_made(self, func: Any, args: Any, output: Any) -> None:
+    def _remember_made(self, func: Any, args: Any, output: Any) -> None:
         """Remember what a factory made, what comes of that alone, and what item assignment put in its place."""
         read = tensors_in(args)
         if read and not self._has_made(read):

@@ -8,7 +8,7 @@ Note: lives of storages
     it watches: a tensor made of an array keeps it alive as long as anything holds the tensor, also the graph. Bytes
     that ops make and buffers that loads fill are thus counted exactly. The older primitives save before they return,
     so what such an op saves of its own output (a dropout's mask) stays in memory of MindSpore's own, as do tensors
-    that no op made, such as weights and batches: these are judged, and not counted.
+    that no op made, such as weights and batches: these are checked, and not counted.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class _Watch(mindspore.MsDispatchMode):  # type: ignore[misc]
             return type(output)(self._moved(item, shared, what) for item in output)
         if not isinstance(output, mindspore.Tensor) or output.size == 0 or storage_key(output) in shared:
             return output
-        # An older primitive was recorded inside ``func``: its output has a past, which the moved one must not lose.
+        # An older primitive was recorded inside ``func``: its output has autograd history, which the moved one must not lose.
         return _Moved.apply(output, self, what) if output._requires_grad else self.move(output, what)
 
     def move(self, tensor: Any, what: str) -> Any:

@@ -117,7 +117,7 @@ def _device_kind(tensor: Any) -> str:
 
 
 def alias(tensor: Any) -> Any:
-    """A second tensor over the same bytes, without a past (see "aliases")."""
+    """A second tensor over the same bytes, without autograd history (see "aliases")."""
     return _over(
         tensor.untyped_storage(),
         tensor.dtype,

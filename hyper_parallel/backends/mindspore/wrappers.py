@@ -74,7 +74,9 @@ class ActivationWrapper(wrapper.ModuleWrapper, nn.Cell, is_base=True):  # type: 
     )
 
     def __init__(self, module: Any) -> None:
-        if getattr(type(self).construct, "__isabstractmethod__", False):  # a cell is made in C++, which does not look
+        if getattr(
+            type(self).construct, "__isabstractmethod__", False
+        ):  # a cell is made in C++, which does not check for that
             raise TypeError(f"{type(self).__name__}: cannot be made, because it is abstract; give it a construct()")
         super().__init__(module)
         self.__dict__["requires_grad"] = self._wrapped.requires_grad

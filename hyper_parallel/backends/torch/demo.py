@@ -54,7 +54,7 @@ DEMO_WAYS: Final = ("none", "recompute", "swap", "auto")
 _EFFORT: Final = 0.3  # of the search; a few seconds on two cores
 _BUDGET_SHARE: Final = 0.5  # of the step left alone
 _ABOVE_SMALLEST: Final = 1.05
-_DEVICE_SIZE_BYTES: Final = 14 * 2**30  # what the size "device" needs when nothing is done about it, and some
+_DEVICE_SIZE_BYTES: Final = 14 * 2**30  # what the size "device" needs left alone, with a margin
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -253,7 +253,7 @@ def train(way: str, size: DemoSize, *, disk_path: str, steps: int, planned: Demo
 
 
 def time_in_turns(size: DemoSize, *, disk_path: str, rounds: int, plan: Plan) -> dict[str, list[float]]:
-    """Seconds of a step in every way, in this process. Each way runs once in every round: a slow minute slows them all."""
+    """Seconds of a step in every way, in this process. Each way runs once in every round: a slow minute affects all of them."""
     _configure(size, disk_path)
     model, step = _built(size)
     blocks = find_observed_blocks(model)

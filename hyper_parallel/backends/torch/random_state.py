@@ -1,4 +1,4 @@
-"""The random state before one op, kept so that a replay can be put back in step."""
+"""The random state before one op, kept so that a replay draws the same numbers."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class _Counted:
 
         def count(tensor: torch.Tensor) -> Any:
             if not (tensor.is_leaf and tensor.requires_grad) and not is_parameter_derived(tensor):
-                _note(tensor, seen)
+                _count_storage(tensor, seen)
             return pack(tensor)
 
         _push_hooks(count, unpack)
@@ -65,7 +65,7 @@ class _Counted:
         return output
 
 
-def _note(tensor: torch.Tensor, seen: dict[StorageWeakRef, int]) -> None:
+def _count_storage(tensor: torch.Tensor, seen: dict[StorageWeakRef, int]) -> None:
     """Add the storage of a tensor. A weak reference stays its own also when the bytes are freed and used again."""
     with contextlib.suppress(*NO_STORAGE_ERRORS):
         storage = tensor.untyped_storage()

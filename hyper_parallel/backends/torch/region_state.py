@@ -128,7 +128,7 @@ class RegionState(RegionStateBase):
     def __enter__(self) -> None:
         """Forward begins."""
         super().__enter__()
-        self._python.note_global_draws()
+        self._python.remember_global_draws()
 
     def __exit__(self, *exc: object) -> None:
         """Forward has ended."""
@@ -146,9 +146,9 @@ class RegionState(RegionStateBase):
                 continue
             place.bytes_before = None
 
-    def _note_module(self, module: nn.Module) -> None:
+    def _remember_module(self, module: nn.Module) -> None:
         if not type(module).__module__.startswith(_ENGINES):
-            super()._note_module(module)
+            super()._remember_module(module)
 
     # ------------------------------------------------------------------ replay
 

@@ -1,11 +1,11 @@
-"""Recompute from a recording: a region's ops are noted while forward runs, and backward runs only those that it needs.
+"""Recompute from a recording: a region's ops are recorded while forward runs, and backward runs only those that it needs.
 
 The user's Python runs once. The recorder and the runner are native (``native``); this module decides whether a region may use
 them and remembers, for every region, what was proven.
 
 Rules
 -----
-1. A tape is believed after it made the region's values again once, bit by bit, at the end of the forward that recorded it. Op
+1. A tape is used after it made the region's values again once, bit by bit, at the end of the forward that recorded it. Op
    sequences that were proven are not proven again.
 2. Where recording stops (an op that may not run again and writes, a tensor subclass), the values of this call stay. Later calls
    of the region run Python again, and the reason is counted.
@@ -54,7 +54,7 @@ class TapeRegion:
 
     def __init__(self, recorder: Any, owner: Any) -> None:
         self._recorder = recorder
-        self._belief = recorder.Belief()
+        self._history = recorder.RegionHistory()
         self._module = weakref.ref(owner) if isinstance(owner, torch.nn.Module) and _small_buffers(owner) else None
         self.reason = _why_not_this_module(owner)  # why calls run Python again
 
@@ -71,7 +71,7 @@ class TapeRegion:
         recorder = self._recorder
         _HIGHER_ORDER_OPS.pass_over_recorder(recorder)
         fates = None if policy is None else fates_for(policy)
-        tape = recorder.Tape(where, self._belief, _COPIED_BEFORE_WRITE_BYTES, _STEERING_OUTPUT_BYTES, fates, swaps)
+        tape = recorder.Tape(where, self._history, _COPIED_BEFORE_WRITE_BYTES, _STEERING_OUTPUT_BYTES, fates, swaps)
         outer = _top_hooks(True)
         if outer is not None:
             tape.show_arguments(tensors_in((args, kwargs)), *outer)

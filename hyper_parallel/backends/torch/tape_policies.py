@@ -104,14 +104,14 @@ def owner_of(function: Callable[..., Any]) -> Any:
 
 
 class ObservedReplays:
-    """Tells the observer of a step when a tape's replays begin and end. Only regions that run while somebody observes have one.
+    """Tells the observer of a step when a tape's replays begin and end. Only regions that run while a step is observed have one.
 
     A tape of a region without a policy calls ``begin`` and ``end`` of this class as it calls those of :class:`SwappedOutputs`.
     """
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> ObservedReplays | None:
-        """For one call of this function; None where nobody observes."""
+        """For one call of this function; None where no step is observed."""
         observer = SwapManager().counters.on_replay
         return None if observer is None else cls(function, observer)
 

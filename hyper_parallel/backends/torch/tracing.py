@@ -1,4 +1,4 @@
-"""What a wrapper answers to those who turn a model into a graph: ``torch.fx``, ``torch.export`` and ``torch.jit.script``.
+"""How a wrapper behaves under tools that turn a model into a graph: ``torch.fx``, ``torch.export`` and ``torch.jit.script``.
 
 * ``torch.fx.symbolic_trace``: the wrapper is one node of the graph, a call of the module, and works as before when the graph
   runs. A wrapper that is itself the root of the trace is refused.

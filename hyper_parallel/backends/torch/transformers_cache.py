@@ -33,7 +33,7 @@ def with_own_cache(function: Callable[..., Any], args: Any, kwargs: dict[str, An
     if not torch.is_grad_enabled():
         return function
     for cache in caches:
-        _note_left_out(cache, function)
+        _remember_left_out(cache, function)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         args = tuple(_own(value) for value in args)
@@ -50,7 +50,7 @@ def refuse_left_out_caches(function: Callable[..., Any], args: Any, kwargs: dict
             _refuse_left_out(value, function)
 
 
-def _note_left_out(cache: Any, function: Any) -> None:
+def _remember_left_out(cache: Any, function: Any) -> None:
     """The cache misses what this module would have appended."""
     module = getattr(function, "__self__", function)
     if isinstance(module, torch.nn.Module):  # a function has no identity that a second call would share
@@ -77,15 +77,15 @@ def _copied(part: Any) -> Any:
     if isinstance(part, list):
         return [_copied(item) for item in part]
     if isinstance(part, dict):
-        twin_items = copy.copy(part)
-        twin_items.update({key: _copied(value) for key, value in part.items()})
-        return twin_items
+        items = copy.copy(part)
+        items.update({key: _copied(value) for key, value in part.items()})
+        return items
     if not _is_of_transformers(part):
         return part
-    twin = copy.copy(part)
-    for name, value in vars(twin).items():
-        vars(twin)[name] = _copied(value)
-    return twin
+    same = copy.copy(part)
+    for name, value in vars(same).items():
+        vars(same)[name] = _copied(value)
+    return same
 
 
 def _is_of_transformers(part: Any) -> bool:

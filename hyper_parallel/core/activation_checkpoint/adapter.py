@@ -1,7 +1,7 @@
 """What the engine needs from a framework and its device, and nothing more.
 
 A :class:`DeviceBackend` is one device of one framework: real streams on an accelerator, simulated ones in
-``hyper_parallel.testing``, trivial ones where the "device" is host memory. The engine sees flat byte buffers, streams and
+``hyper_parallel.simulation``, trivial ones where the "device" is host memory. The engine sees flat byte buffers, streams and
 events only through it. A :class:`TensorAdapter` is one framework: its tensors and its autograd. Packer, regions, marks and
 the explicit interface are written over it once, for both frameworks.
 
@@ -90,13 +90,13 @@ class DeviceBackend(Protocol):
         """Uninitialised device bytes from the current stream's pool."""
 
     def dropped(self, nbytes: int) -> None:
-        """Our reference to so many device bytes just went: a chance to give them back to where they came from."""
+        """Called after the engine dropped a reference to so many device bytes; a backend may return memory to the system."""
 
     def held_bytes(self) -> int | None:
         """What tensors of this process hold on the device now; None where the framework cannot say."""
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether ``error`` is this device saying that it is full."""
+        """Whether ``error`` means that this device is out of memory."""
 
     def allocate_host(self, nbytes: int, *, pinned: bool) -> FlatBytes:
         """Uninitialised host bytes of exactly this size, page-locked where ``pinned`` and the device has such memory.

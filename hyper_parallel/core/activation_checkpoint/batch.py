@@ -52,7 +52,7 @@ def offload_together(records: Sequence[Record], lane: Stream) -> Completion:
 def load_together(records: Sequence[Record], lane: Stream) -> tuple[Sequence[Record], Completion]:
     """Queue the copies back of records whose leases move with others, into buffers of the current stream's pool.
 
-    Where the device has room for some of the buffers only, the first records are loaded. Raises where it has room for none.
+    Where the device has memory for some of the buffers only, the first records are loaded. Raises where it has memory for none.
     """
     engine = records[0].engine
     backend, owner = engine.backend, engine.backend.current_stream()

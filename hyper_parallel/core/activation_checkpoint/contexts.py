@@ -11,7 +11,7 @@ __all__ = ["Nested", "Replay"]
 
 
 class Nested:
-    """Several contexts as one, the first outermost. Each of them says itself which of its entries a thread leaves.
+    """Several contexts as one, the first outermost. Each of them knows which of its entries a thread leaves.
 
     Not an ``ExitStack``: where a context raises while it is left, that makes a cycle of the error and its frames, and a step
     that failed would hold its values until a collection.

@@ -53,9 +53,10 @@ class StreamDevice:
     def _unused_event(self, timing: bool) -> Event:
         """An event without another holder, to be recorded again; else a new one.
 
-        An event that is recorded again names its new place only. That is right for a waiting stream, which looked at the old
-        place when it was told to wait, and wrong for anybody who still asks: so an event is reused when the only reference to
-        it is the list's. One thread has an event at a time, because it is out of the list while it is looked at.
+        An event that is recorded again names its new position only. A stream that waits already is not affected: it took the
+        old position when it was told to wait. Code that still asks whether the event happened would get the wrong answer. So an
+        event is reused when the only reference to it is the list's. One thread has an event at a time, because it is out of the
+        list while it is looked at.
         """
         known = self._known_events[timing]
         for _ in range(min(_MOST_LOOKS, len(known))):

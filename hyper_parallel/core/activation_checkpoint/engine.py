@@ -1,4 +1,4 @@
-"""The schedule of one device: when bytes leave, when our reference goes, when they come back.
+"""The schedule of one device: when bytes leave, when our reference is dropped, when they come back.
 
 It never knows modules, policies or tensors' shapes; see ``record`` for one storage's life and ``forecast`` for the order.
 
@@ -8,18 +8,18 @@ Timeline of a step
 
     forward    op ► pack ► record joins the tail ──(more than tail_bytes behind it)──► record waits for its batch
                the batch is full, a large record comes, the scope or region ends ► its copies out are queued together
-               more than window_bytes in flight ► compute is ordered after the oldest copy, our reference goes
+               more than window_bytes in flight ► compute is ordered after the oldest copy, our reference is dropped
                end of forward: the tail was never copied at all
     backward   first unpack ► forecast ► loads are queued, in batches, until prefetch_bytes are ahead
                unpack: on the device ► alias │ in flight ► ordered │ far ► loaded now, a miss
                last swapped value dies ► record dies ► its lease returns
-    after it   a retained graph: what was brought back is let go again, the far copy stays valid
+    after it   a retained graph: what was loaded is dropped again, the far copy stays valid
 
 Invariants
 ----------
 * The engine's own queues hold records weakly: it never keeps a graph's bytes alive, and the end of a graph needs no call.
-* Bytes on the device for our sake ≤ tail + window + prefetch + what backward reads right now. Where the user says what the
-  device may hold in all, window and prefetch are the least, and free device memory is used up to that limit: early in
+* The engine holds at most tail + window + prefetch on the device, and what backward reads right now. Where the user says what
+  the device may hold in all, window and prefetch are lower bounds, and free device memory is used up to that limit: early in
   forward copies may lag, and once backward has freed memory loads run far ahead.
 * What waits for its batch counts in the window, and is at most a 32nd of it: the bound above holds with batches.
 * No call waits for the device: order is said to streams (a file is the exception, its completions block when they must).
@@ -139,10 +139,10 @@ class Engine:
         source_is_unchanged: Callable[[], bool] | None = None,
         is_in_region: bool = False,
     ) -> Record:
-        """A new record for bytes that were just saved; it leaves when enough newer ones stand behind it.
+        """A new record for bytes that were just saved; it is copied out when enough newer ones follow it.
 
-        ``is_in_region``: a replayed region is open, and calls :meth:`trim_window` when it closes. What the device may hold is a
-        question for that moment: in the middle of a layer its passing values are counted too, and they are freed without us.
+        ``is_in_region``: a replayed region is open, and calls :meth:`trim_window` when it closes. The limit of the
+        device is checked then: in the middle of a layer its temporary values are counted too, and they are freed without us.
         """
         record = Record(
             self,
@@ -192,7 +192,7 @@ class Engine:
             if oldest is not None and not oldest.stays and not oldest.is_protected:
                 self._join_batch(oldest)
         if trims_window or self.config.device_bytes is None:
-            self._make_room_in_window(looks_at_copies=len(self._in_flight) != num_in_flight)
+            self._trim_to_window(looks_at_copies=len(self._in_flight) != num_in_flight)
 
     def _join_batch(self, record: Record) -> None:
         """The record's copy is launched with the next ones of its stream; a large one is launched now."""
@@ -244,7 +244,7 @@ class Engine:
             with self._lock:
                 self._launch_batch()
                 if trims_window or self.config.device_bytes is None:
-                    self._make_room_in_window()
+                    self._trim_to_window()
 
     def _may_leave(self, record: Record) -> bool:
         if record.residency is not Residency.DEVICE or record.is_wanted:
@@ -275,8 +275,8 @@ class Engine:
             self.counters.add("swapped_out_bytes", nbytes)
             self.clock.copied(copy, nbytes, is_out=True)
 
-    def _make_room_in_window(self, *, looks_at_copies: bool = True) -> None:
-        """Memory first: past the window, compute is ordered after the oldest copy; what is done anyway goes too.
+    def _trim_to_window(self, *, looks_at_copies: bool = True) -> None:
+        """Past the window, order compute after the oldest copy and drop its source. Sources of finished copies are dropped too.
 
         Without ``looks_at_copies`` nothing is asked of the device while the window is not full.
         """
@@ -288,7 +288,7 @@ class Engine:
                 if self._in_flight_bytes + self._batch_bytes <= self._window_limit:
                     if not looks_at_copies or not record.out.is_done():
                         return
-                elif self.config.device_bytes is not None and not record.out.is_done() and self._has_spare_room():
+                elif self.config.device_bytes is not None and not record.out.is_done() and self._has_spare_memory():
                     return
                 self._drop(record, record.out)
             self._in_flight.popleft()
@@ -302,7 +302,7 @@ class Engine:
         if self.counters.trace is not None:
             self.counters.trace("drop", record)
 
-    def _has_spare_room(self, nbytes: int = 0) -> bool:
+    def _has_spare_memory(self, nbytes: int = 0) -> bool:
         """Whether the device would hold less than the user allows, with ``nbytes`` more on it."""
         limit = self.config.device_bytes
         if limit is None:
@@ -315,13 +315,13 @@ class Engine:
         if self._batch or self._in_flight_bytes > self._window_limit:
             with self._lock:
                 self._launch_batch()
-                self._make_room_in_window()
+                self._trim_to_window()
 
     def launch_offload(self, record: Record, *, stream: Stream | None = None) -> None:
         """Queue the copy out now, whatever the tail says."""
         with self._lock:
             self._launch_offload(record, stream)
-            self._make_room_in_window()
+            self._trim_to_window()
 
     def finish_offload(self, record: Record) -> None:
         """Let go of the device bytes of a record whose copy was queued; compute is ordered after the copy."""
@@ -344,7 +344,7 @@ class Engine:
     # ------------------------------------------------------------------ backward
 
     def fetch(self, record: Record, task: BackwardTask | None) -> FlatBytes:
-        """The device bytes of ``record``, ordered for the current stream; and the next loads on their way."""
+        """The device bytes of ``record``, ordered for the current stream. Also launches the next loads."""
         with self._lock:
             forecast = self._forecast_of(task)
             is_first_use = not record.is_wanted
@@ -352,7 +352,7 @@ class Engine:
             self._make_readable(record, is_first_use=is_first_use)
             device_bytes = record.device_bytes
             if forecast is None:
-                self._make_room_in_window()
+                self._trim_to_window()
             else:
                 if record.ahead_in is not None:
                     record.ahead_in.asked(record)
@@ -364,7 +364,7 @@ class Engine:
     def start_prefetch(self, task: BackwardTask, *, is_near: bool = True) -> None:
         """A replay begins: start its loads before the first value is asked for.
 
-        Where none of its values is ours (not ``is_near``), loads for later ones take room that is free, and no other.
+        Where none of its values is ours (not ``is_near``), loads for later ones take free memory only.
         """
         if not is_near and (self.config.device_bytes is None or not self.live):
             return
@@ -408,7 +408,7 @@ class Engine:
                 self.clock.stalled(record.back, is_load=True)
             record.finish_load()
         else:
-            record.note_reader()
+            record.add_reader()
         if self.counters.trace is not None:
             self.counters.trace("use", record)
 
@@ -430,18 +430,18 @@ class Engine:
                 self.counters.trace("load", record)
 
     def _run_ahead(self, forecast: Forecast, group: object | None, *, least_bytes: int) -> None:
-        """What is wanted next and has not left yet stays; then copies make room, and loads take it."""
+        """Keep what backward needs next and has not left yet; then drop copied sources, and launch loads."""
         if forecast.upcoming() is None:
-            self._make_room_in_window()
+            self._trim_to_window()
             return
         here = forecast.ahead_bytes()
         if self._in_flight:
             here = self._keep_wanted_soon(forecast, here, least_bytes=least_bytes)
-            self._make_room_in_window()
+            self._trim_to_window()
         self._prefetch(forecast, group, here, least_bytes=least_bytes)
 
     def _keep_wanted_soon(self, forecast: Forecast, here: int, *, least_bytes: int) -> int:
-        """What is wanted within ``least_bytes`` and has not left yet stays; the bytes that are ahead then."""
+        """Keep what backward needs within ``least_bytes`` and has not left yet; returns the bytes that are ahead then."""
         soon = here  # with what is far and is loaded next
         for record in forecast.next_ones():
             if soon >= least_bytes:
@@ -465,7 +465,7 @@ class Engine:
         batch_bytes = 0
         while (record := forecast.upcoming()) is not None:
             is_enough = ahead >= least_bytes and record.group not in forced
-            if is_enough and not self._has_spare_room(batch_bytes + record.nbytes):
+            if is_enough and not self._has_spare_memory(batch_bytes + record.nbytes):
                 break
             if record.residency is Residency.D2H:
                 # Wanted soon: what is still here need not go and come back.
@@ -499,7 +499,7 @@ class Engine:
             except Exception as error:
                 forecast.put_back(records)
                 if self.backend.is_out_of_memory(error):
-                    return False  # no room to run ahead; the value is brought when it is asked for
+                    return False  # no memory to run ahead; the value is loaded when it is asked for
                 raise
             self._loaded(loaded, copy)
             for record in loaded:
@@ -514,7 +514,7 @@ class Engine:
         return first.lease.tier is record.lease.tier and self.far.moves_with_others(first.lease)
 
     def _give_back_ahead(self) -> bool:
-        """The device is full: let go of what was brought ahead and not asked for. True when anything went."""
+        """The device is full: drop what was loaded ahead and not asked for. True when anything was dropped."""
         given = False
         for forecast in self._forecasts.values():
             for record in forecast.ahead():
@@ -535,7 +535,7 @@ class Engine:
         if record.residency is not Residency.DEVICE or not record.has_far_copy:
             return False
         refusal = record.start_offload()
-        assert refusal is None, "a record with a far copy needs no new room"
+        assert refusal is None, "a record with a far copy needs no new lease"
         record.finish_offload()
         return True
 
@@ -556,7 +556,7 @@ class Engine:
                 record.cancel_offload()
 
     def end_of_task(self, key: Hashable) -> None:
-        """Backward ended. What it brought back and a retained graph still holds leaves again."""
+        """Backward ended: drop what it loaded and a retained graph still holds."""
         with self._lock:
             forecast = self._forecasts.pop(key, None)
             if forecast is None:
@@ -564,7 +564,7 @@ class Engine:
             for record in forecast.touched():
                 record.is_wanted = False
                 self._drop_copied_bytes(record)
-            self._make_room_in_window()
+            self._trim_to_window()
             self.clock.read_finished()
 
     def _account(self) -> None:
@@ -578,7 +578,7 @@ class Engine:
 
     @property
     def prefetch_bytes(self) -> int:
-        """How far ahead loads run: the setting, else what the measured link brings in the time loads were late by."""
+        """How far ahead loads run: the setting, else what the measured link loads in the time by which loads were late."""
         if self.config.prefetch_bytes is not None:
             return self.config.prefetch_bytes
         return self.clock.prefetch_bytes

@@ -54,7 +54,7 @@ class Engines:
                     self._known[id(backend), own] = engine
                     self._held.setdefault(_far_key(config), set()).add(engine)
         if "disk" in config.tiers:
-            self._note_user(engine, config)
+            self._add_user(engine, config)
         return engine
 
     def values(self) -> list[Engine]:
@@ -90,7 +90,7 @@ class Engines:
                 self._held_far.pop(key, None)
                 del self._users[key]
 
-    def _note_user(self, engine: Engine, config: SwapConfig) -> None:
+    def _add_user(self, engine: Engine, config: SwapConfig) -> None:
         key = _far_key(config)
         if any(user() is config for user in self._users.get(key, ())):
             return

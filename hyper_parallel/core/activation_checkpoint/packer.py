@@ -45,7 +45,9 @@ class Packer:
         self._min_bytes = max(1, self.config.min_bytes)
         self._manager = SwapManager()
         self._engines: dict[Hashable, Engine | None] = {}
-        self._kept_by_policy: dict[int, list[Callable[[], bool]]] = {}  # by storage: is one of its views still kept?
+        self._kept_by_policy: dict[
+            int, list[Callable[[], bool]]
+        ] = {}  # by storage: whether one of its views is still kept
 
     # ------------------------------------------------------------------ what comes in
 
@@ -62,7 +64,7 @@ class Packer:
             return self._swap(decision, tensor, nbytes)
         kept = self._keep(tensor, decision, 0 if decision == KeepReason.EMPTY else nbytes)
         if decision == KeepReason.POLICY:
-            self._note_kept_by_policy(tensor, kept)
+            self._stay_for_all_views(tensor, kept)
         return kept
 
     def swap_output(self, tensor: Tensor, index: int) -> SwappedValue | None:
@@ -125,7 +127,7 @@ class Packer:
             return Fate.SAVE
         return fate
 
-    def _note_kept_by_policy(self, tensor: Tensor, kept: KeptValue) -> None:
+    def _stay_for_all_views(self, tensor: Tensor, kept: KeptValue) -> None:
         """A storage that stays for one view does not leave through another, also not one that was saved before."""
         tensors = self.tensors
         key = tensors.storage_key(tensor)

@@ -98,7 +98,7 @@ class PolicyTable(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class ByOpName(PolicyTable):
-    """A policy by op names: equal to its twin, printable, picklable."""
+    """A policy by op names: a value that can be compared, printed and pickled."""
 
     table: Mapping[str, CheckpointPolicy]
     otherwise: CheckpointPolicy = CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,15 +1,15 @@
-"""The Python state that a region's function finds and changes: noted before forward, put back around a replay.
+"""The Python state that a region's function finds and changes: remembered before forward, put back around a replay.
 
 A replay runs the user's Python a second time. Without care it would find a list that is already popped, a counter that
 is already raised, a random source that has already drawn, and it would change them once more.
 
-1. When forward begins, the state in reach is noted: attributes, the items of lists, dicts, sets and deques, random
+1. When forward begins, the state in reach is remembered: attributes, the items of lists, dicts, sets and deques, random
    sources. Values are not copied, only what refers to them.
 2. When forward has ended, of what was there before only what forward changed is held, and numbers and strings.
 3. A replay begins with that state. When it ends the state of the moment before it is put back, also where forward changed nothing
    in the end: a replay may stop early, between a change and its opposite.
 
-So forward's changes happen once, and a replay reads what forward read. In reach are the objects that :meth:`PythonState.note`
+So forward's changes happen once, and a replay reads what forward read. In reach are the objects that :meth:`PythonState.remember`
 is given and, four levels deep, what they refer to. Knows no framework: tensors and modules are left to the caller.
 """
 
@@ -54,12 +54,12 @@ class RandomSource(Protocol):
         """Whether nothing was drawn between two states."""
 
 
-class _Noted(Protocol):
+class _Remembered(Protocol):
     def keep_changes(self) -> bool:
         """Hold no more of what forward left alone; False when there is nothing to do in a replay."""
 
     def put_back(self) -> Undo:
-        """Put the noted state in place; the answer restores what was there."""
+        """Put the remembered state in place; the answer restores what was there."""
 
 
 class _Names:
@@ -69,7 +69,7 @@ class _Names:
 
     def __init__(self, names: dict[Any, Any], left_out: frozenset[str] = frozenset()) -> None:
         self._names = names
-        self._left_out = left_out  # what these names hold is neither noted nor put back
+        self._left_out = left_out  # what these names hold is neither remembered nor put back
         self._before = dict(names)  # all of it; after forward, what a replay may find changed
         self._known: tuple[Any, ...] = ()  # after forward: the names that it found, in their order
         self._is_open = True
@@ -145,7 +145,7 @@ class _Items:
             return True
         self._is_open = False
         before, now = self._before, tuple(self._items)
-        assert before is not None, "noted"
+        assert before is not None, "remembered before forward"
         is_kept = len(before) <= len(now) and all(map(operator.is_, before, now)) and not isinstance(self._items, set)
         if is_kept and not all(type(item) in _HELD for item in before):
             self._before = None  # forward changed none of them, and a step's tensors must not be held for that
@@ -253,81 +253,81 @@ def _is_of_python(kind: type) -> bool:
 
 
 class PythonState:
-    """What was noted for one forward."""
+    """What was remembered of one forward."""
 
     def __init__(self, *, keeps_random_state: bool = True) -> None:
         self._keeps_random_state = keeps_random_state  # False: random sources go on from where they are
-        self._noted: list[_Noted] = []
+        self._remembered: list[_Remembered] = []
         self._seen: dict[int, Any] = {}  # holds the objects while it exists, so that an id names one of them
 
-    def note(self, values: Iterable[Any], *, is_foreign: Callable[[Any], bool], depth: int = 0) -> None:
-        """Note the state of these objects and of what they refer to.
+    def remember(self, values: Iterable[Any], *, is_foreign: Callable[[Any], bool], depth: int = 0) -> None:
+        """Remember the state of these objects and of what they refer to.
 
         ``is_foreign`` says which are tensors, modules and other objects that the caller looks after; they are not opened. It is
         not kept: a method of the caller's would make a cycle that lives until a collection.
         """
         for value in values:
             kind = type(value)
-            if kind in _VALUES or depth > _DEEPEST or len(self._noted) >= _MOST_OBJECTS:
+            if kind in _VALUES or depth > _DEEPEST or len(self._remembered) >= _MOST_OBJECTS:
                 continue
             if kind is tuple:
-                self.note(value, is_foreign=is_foreign, depth=depth)
+                self.remember(value, is_foreign=is_foreign, depth=depth)
             elif id(value) not in self._seen and not is_foreign(value):
                 self._seen[id(value)] = value
-                inner = self._note_object(value, kind)
-                self.note(inner, is_foreign=is_foreign, depth=depth + 1)
+                inner = self._remember_object(value, kind)
+                self.remember(inner, is_foreign=is_foreign, depth=depth + 1)
 
-    def _note_object(self, value: Any, kind: type) -> tuple[Any, ...]:
-        """Note one object; the answer is what it refers to."""
+    def _remember_object(self, value: Any, kind: type) -> tuple[Any, ...]:
+        """Remember one object; the answer is what it refers to."""
         if kind in _DICTS:
-            self._noted.append(_Names(value))
+            self._remembered.append(_Names(value))
             return tuple(value.values())
         if kind in _SEQUENCES:
-            self._noted.append(_Items(value))
+            self._remembered.append(_Items(value))
             return tuple(value)
         source = _random_source_of(value)
         if source is not None:
             if self._keeps_random_state:
-                self._noted.append(_Draws(value, source))
+                self._remembered.append(_Draws(value, source))
             return ()
         names = getattr(value, "__dict__", None)
         if type(names) is not dict or isinstance(value, type | enum.Enum) or _is_of_python(kind):
             return ()
-        self._noted.append(_Names(names))
+        self._remembered.append(_Names(names))
         return tuple(names.values())
 
-    def note_names(self, names: dict[str, Any], *, left_out: frozenset[str] = frozenset()) -> None:
-        """Note the names of one ``__dict__`` but those in ``left_out``, and nothing that they refer to."""
-        self._noted.append(_Names(names, left_out))
+    def remember_names(self, names: dict[str, Any], *, left_out: frozenset[str] = frozenset()) -> None:
+        """Remember the names of one ``__dict__`` but those in ``left_out``, and nothing that they refer to."""
+        self._remembered.append(_Names(names, left_out))
 
-    def note_items(self, items: Any) -> None:
-        """Note the items of one list, dict or set, and nothing that they refer to."""
-        self._noted.append(_Names(items) if isinstance(items, dict) else _Items(items))
+    def remember_items(self, items: Any) -> None:
+        """Remember the items of one list, dict or set, and nothing that they refer to."""
+        self._remembered.append(_Names(items) if isinstance(items, dict) else _Items(items))
 
-    def note_source(self, source: Any, how: RandomSource) -> None:
-        """Note a random source of a framework."""
+    def remember_source(self, source: Any, how: RandomSource) -> None:
+        """Remember a random source of a framework."""
         if self._keeps_random_state and id(source) not in self._seen:
             self._seen[id(source)] = source
-            self._noted.append(_Draws(source, how))
+            self._remembered.append(_Draws(source, how))
 
-    def note_global_draws(self) -> None:
-        """Note the streams of ``random`` and ``numpy.random``."""
-        self.note_source(random, _PYTHON_RANDOM)
+    def remember_global_draws(self) -> None:
+        """Remember the streams of ``random`` and ``numpy.random``."""
+        self.remember_source(random, _PYTHON_RANDOM)
         numpy = sys.modules.get("numpy")
         if numpy is not None:
-            self.note_source(numpy.random, _NUMPY_STREAM)
+            self.remember_source(numpy.random, _NUMPY_STREAM)
 
     def keep_changes(self) -> None:
         """Forward has ended: hold no more of what it left alone."""
-        self._noted = [noted for noted in self._noted if noted.keep_changes()]
+        self._remembered = [state for state in self._remembered if state.keep_changes()]
         self._seen = {}
 
     def put_back(self) -> Undo:
-        """Put the noted state in place for a replay; the answer restores what was there before."""
+        """Put the remembered state in place for a replay; the answer restores what was there before."""
         undone: list[Undo] = []
         try:
-            for noted in self._noted:
-                undone.append(noted.put_back())
+            for state in self._remembered:
+                undone.append(state.put_back())
         except BaseException:
             _undo(undone)
             raise

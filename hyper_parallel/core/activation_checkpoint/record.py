@@ -191,7 +191,7 @@ class Record:
     def wait_for_lane(self, lane: Stream) -> None:
         """A copy failed half-way, or an interrupt came between two lines: wait for what was queued, nothing else waits for it."""
         backend = self.engine.backend
-        with contextlib.suppress(Exception):  # the caller's error is the one to hear of
+        with contextlib.suppress(Exception):  # the caller's error is the one to report
             end = backend.record_event(lane)
             backend.wait_event(backend.current_stream(), end)
             backend.synchronize_event(end)
@@ -260,7 +260,7 @@ class Record:
     def finish_load(self, *, reads: bool = True) -> None:
         """Order the current stream after the load; from here on its kernels may read the bytes.
 
-        ``reads``: false for bytes that go again unread. No checksum is asked of those: a source that was changed in place
+        ``reads``: false for bytes that are dropped unread. No checksum is asked of those: a source that was changed in place
         while its copy ran is an error only where the bytes are read.
         """
         target = next_residency(self.residency, Move.FINISH_LOAD)
@@ -279,7 +279,7 @@ class Record:
         """Whether another stream than the one whose pool owns the buffer was handed the bytes."""
         return bool(self._foreign_streams)
 
-    def note_reader(self) -> None:
+    def add_reader(self) -> None:
         """Remember a consumer on another stream than the one whose pool owns the buffer (see :meth:`_order_owner`)."""
         stream = self.engine.backend.current_stream()
         if stream != self.stream and stream not in self._foreign_streams:

@@ -1,6 +1,6 @@
 """What a recomputed region reads beside its inputs: the part that does not depend on the framework.
 
-A :class:`RegionStateBase` is the context of one forward. It finds the modules and objects in reach, notes their Python state
+A :class:`RegionStateBase` is the context of one forward. It finds the modules and objects in reach, remembers their Python state
 and the tensors that modules hold, and gives the context of a replay, in which all of that is as forward found it. In reach
 are the modules and objects that the function is, is bound to or closes over, and those among its arguments.
 
@@ -110,12 +110,12 @@ class RegionStateBase(abc.ABC):
     packages_left_alone: ClassVar[frozenset[str]]  # objects of these packages have no state that forward reads
     packages_without_state: ClassVar[str]  # modules of these packages write no attribute in forward
 
-    _noted_classes: ClassVar[frozenset[type]]  # attributes of these classes are looked into
+    _remembered_classes: ClassVar[frozenset[type]]  # attributes of these classes are looked into
 
     def __init_subclass__(cls) -> None:
         containers = (list, dict, set, collections.deque)
         own = (cls.tensor_class, cls.generator_class)
-        cls._noted_classes = frozenset({*own, *cls.random_classes, *containers, types.FunctionType})
+        cls._remembered_classes = frozenset({*own, *cls.random_classes, *containers, types.FunctionType})
 
     @abc.abstractmethod
     def _children(self, module: Any) -> Iterable[Any]:
@@ -130,7 +130,7 @@ class RegionStateBase(abc.ABC):
         """The attributes that every module has. They are not looked into."""
 
     def _names_left_out(self) -> frozenset[str]:
-        """The attributes of a module that are neither noted nor put back."""
+        """The attributes of a module that are neither remembered nor put back."""
         return frozenset()
 
     @abc.abstractmethod
@@ -162,12 +162,12 @@ class RegionStateBase(abc.ABC):
     def __enter__(self) -> None:
         """Forward begins."""
         roots, self._roots = self._roots, []
-        self._note(roots)
-        noted = 0
-        while noted < len(self._modules):  # a function that a module holds may close over another one
-            for module in tuple(self._modules.values())[noted:]:
-                noted += 1
-                self._note_module(module)
+        self._remember(roots)
+        num_done = 0
+        while num_done < len(self._modules):  # a function that a module holds may close over another one
+            for module in tuple(self._modules.values())[num_done:]:
+                num_done += 1
+                self._remember_module(module)
         self._copy_first()
 
     def __exit__(self, *exc: object) -> None:
@@ -184,44 +184,44 @@ class RegionStateBase(abc.ABC):
                     left -= nbytes
                     place.bytes_before = self._copied(place.tensor, place)
 
-    def _note_module(self, module: Any) -> None:
-        """Note one module's own names and tensors."""
+    def _remember_module(self, module: Any) -> None:
+        """Remember one module's own names and tensors."""
         is_wrapper = bool(self._behind(module))
         if not is_wrapper:
             self._flags.append((module, module.training))
         if not type(module).__module__.startswith(self.packages_without_state):
-            self._note_attributes(module)
+            self._remember_attributes(module)
         for places in () if is_wrapper else self._tables(module):
             for key, value in places.items():
                 if self._has_place(value):
                     self._places.append(Place(module, places, key, value))
 
-    def _note_attributes(self, module: Any) -> None:
+    def _remember_attributes(self, module: Any) -> None:
         names, framework_names = module.__dict__, self._framework_names()
-        self._python.note_names(names, left_out=self._names_left_out())
+        self._python.remember_names(names, left_out=self._names_left_out())
         for key, value in names.items():
             kind = type(value)
-            if kind not in self._noted_classes or key in framework_names:
+            if kind not in self._remembered_classes or key in framework_names:
                 continue
             if kind is self.tensor_class:
                 if self._has_place(value):
                     self._places.append(Place(module, names, key, value))
             elif kind is types.FunctionType:
-                self._note(objects_in(value, self._is_module))
+                self._remember(objects_in(value, self._is_module))
             elif kind is self.generator_class or kind in self.random_classes:
-                self._note((value,))
+                self._remember((value,))
             else:
-                self._note_items(value)
+                self._remember_items(value)
 
     def _is_module(self, value: Any) -> bool:
         return isinstance(value, self.module_class)
 
-    def _note(self, values: Iterable[Any]) -> None:
-        self._python.note(values, is_foreign=self._is_foreign)
+    def _remember(self, values: Iterable[Any]) -> None:
+        self._python.remember(values, is_foreign=self._is_foreign)
 
-    def _note_items(self, items: Any) -> None:
-        """Note the items of one list, dict, set or deque of a module, and the modules among them."""
-        self._python.note_items(items)
+    def _remember_items(self, items: Any) -> None:
+        """Remember the items of one list, dict, set or deque of a module, and the modules among them."""
+        self._python.remember_items(items)
         for item in items.values() if isinstance(items, dict) else items:
             if self._is_module(item):
                 self._take_modules(item)
@@ -234,7 +234,7 @@ class RegionStateBase(abc.ABC):
             self._take_modules(value)
             return True
         if isinstance(value, self.generator_class):
-            self._python.note_source(value, self.generators)
+            self._python.remember_source(value, self.generators)
             return True
         return self._is_left_alone(value)
 

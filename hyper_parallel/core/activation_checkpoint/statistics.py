@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 from hyper_parallel.core.activation_checkpoint.far.tier import TierStatistics
 
@@ -62,6 +62,12 @@ class SwapStats:
     live_records: int
     tiers: tuple[TierStatistics, ...]
 
+    def since(self, before: SwapStats) -> SwapStats:
+        """What was counted after ``before``. What is no count stays as it is: peaks, what tiers hold, how many records live."""
+        changes: dict[str, Any] = {name: max(0, getattr(self, name) - getattr(before, name)) for name in _TOTALS}
+        changes |= {name: _difference(getattr(self, name), getattr(before, name)) for name in _TABLES}
+        return dataclasses.replace(self, **changes)
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         plain: dict[str, Any] = {}
@@ -70,6 +76,29 @@ class SwapStats:
             plain[field.name] = dict(value) if isinstance(value, Mapping) else value
         plain["tiers"] = [dataclasses.asdict(tier) for tier in self.tiers]
         return plain
+
+
+_TOTALS: Final = (
+    "saved_bytes",
+    "recomputed_bytes",
+    "regions_from_tape",
+    "swapped_out_bytes",
+    "swapped_in_bytes",
+    "hidden_copy_us",
+    "exposed_copy_us",
+    "prefetch_hits",
+    "late_loads",
+    "misses",
+    "shared_copies",
+    "shared_bytes",
+)
+_TABLES: Final = ("kept_bytes", "kept_count", "replayed_ops", "overruled", "regions_from_python", "bytes_by_tag")
+
+
+def _difference(after: Mapping[str, int], before: Mapping[str, int]) -> Mapping[str, int]:
+    return MappingProxyType(
+        {key: count - before.get(key, 0) for key, count in after.items() if count > before.get(key, 0)}
+    )
 
 
 class Counters:

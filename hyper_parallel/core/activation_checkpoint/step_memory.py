@@ -36,14 +36,14 @@ class MemoryChange:
         with_words = f"{'' if self.is_measured else 'predicted '}peak {show_bytes(self.with_bytes)}"
         without_words = f"{'' if self.is_predicted else 'about '}{show_bytes(self.without_bytes)}"
         if self.without_bytes <= self.with_bytes:
-            words = f"{with_words}, not less than without us ({without_words})"
+            words = f"{with_words}, not less than without hyper_parallel ({without_words})"
         else:
             words = f"{with_words} instead of {without_words}{change}"
         if self.without_seconds and self.with_seconds:
-            words += f", step time {self.with_seconds / self.without_seconds - 1:+.0%} ({self._who_says()})"
+            words += f", step time {self.with_seconds / self.without_seconds - 1:+.0%} ({self._source()})"
         return words
 
-    def _who_says(self) -> str:
+    def _source(self) -> str:
         return "predicted" if self.is_predicted else "measured"
 
 

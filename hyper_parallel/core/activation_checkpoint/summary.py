@@ -3,7 +3,7 @@
 The peak is measured where the device counts its bytes. What it would have been without the library is the prediction of
 the plan that was applied; without a plan it is estimated (see ``step_memory.py``).
 
-It answers "I enabled it and nothing changed" before the question comes. The line goes to the logger
+It shows at once whether anything changed. The line goes to the logger
 ``hyper_parallel.summary`` at level INFO. Where logging was not set up it is written to standard error, as Python does
 with warnings. It is off with ``HYPER_PARALLEL_SUMMARY=0``, with a level above INFO on that logger, and on all ranks but 0.
 """

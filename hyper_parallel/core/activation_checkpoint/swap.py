@@ -52,7 +52,7 @@ class SwapManager:
     """Settings, engines, statistics, groups and declared chains of this process. There is one manager."""
 
     _instance: ClassVar[SwapManager | None] = None
-    _birth: ClassVar[threading.Lock] = threading.Lock()
+    _instance_lock: ClassVar[threading.Lock] = threading.Lock()
     _group_stack: ClassVar[contextvars.ContextVar[tuple[str, ...]]] = contextvars.ContextVar(
         "hyper_parallel_group", default=()
     )
@@ -63,9 +63,9 @@ class SwapManager:
     first_step: FirstStep
 
     def __new__(cls) -> SwapManager:
-        """The one manager, born at first use."""
+        """The one manager, made at first use."""
         if cls._instance is None:
-            with cls._birth:
+            with cls._instance_lock:
                 if cls._instance is None:
                     instance = super().__new__(cls)
                     instance._begin()
@@ -135,7 +135,7 @@ class SwapManager:
             spans.sort(key=lambda span: span.start_us)
 
     def reset(self) -> None:
-        """Back to the first moment: counters, groups, chains, engines, far memory. Records of living graphs keep theirs."""
+        """Back to the initial state: counters, groups, chains, engines, far memory. Records of living graphs keep theirs."""
         with self._lock:
             self._declared.clear()
             for far in self._engines.far_memories():
@@ -258,7 +258,7 @@ class SwapManager:
             def backward_begins() -> None:
                 group = known()
                 if group is not None:
-                    group.bring_back(mine)
+                    group.load_storages(mine)
                 for storage in alive(theirs):
                     launch_load(storage)
 
@@ -285,3 +285,8 @@ def _before_forward(layer: Any, args: Any) -> None:
 def _after_forward(layer: Any, args: Any, outputs: Any) -> None:
     tensors = tensor_adapter()
     SwapManager().leave_layer(layer, outputs, is_replay=tensors.is_in_backward() or not tensors.is_recording())
+
+
+def stats() -> SwapStats:
+    """What became of saved values since the last ``SwapManager().reset()``: bytes by fate and reason, copy times, hits."""
+    return SwapManager().stats()

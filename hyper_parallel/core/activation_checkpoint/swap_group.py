@@ -122,8 +122,8 @@ class SwapGroup:
             record.engine.finish_offload(record)
         return self._of_last_call
 
-    def bring_back(self, of_call: list[weakref.ref[Storage]]) -> None:
-        """The backward of one call begins: its storages are there from now on, and the group forgets them."""
+    def load_storages(self, of_call: list[weakref.ref[Storage]]) -> None:
+        """The backward of one call begins: load its storages, which the group then forgets."""
         storages = alive(of_call)
         try:
             for storage in storages:

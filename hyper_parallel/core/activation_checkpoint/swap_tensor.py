@@ -201,7 +201,7 @@ class SwapTensor:
         self.ver = self.val._version
         self._state = STATE_DEVICE
 
-    def get_val(self) -> Any:
+    def get_val(self) -> Tensor:
         """An equal tensor with the same strides."""
         if self._shares_with is not None:
             return self._view.over(self._shares_with.device_bytes())

@@ -1,8 +1,8 @@
 """Measures how long copies take and how long compute waits for them; measuring itself never waits.
 
 Every measurement is a pair of device events that is read later, once both are known to be done. The host runs far ahead
-of the device, so "was this load late?" cannot be asked when the host unpacks it: it is a question about two moments on
-the device, answered a little later from the events.
+of the device, so whether a load was late is not known when the host unpacks it: that depends on two moments on the device,
+and is read a little later from the events.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def bare_handle(group: Any) -> Any:
 
 
 class GroupMembers:
-    """Who I am, who the others are, and which of them belong together."""
+    """The rank of this process, the size of the world, and groups of ranks."""
 
     @staticmethod
     def get_rank() -> int:

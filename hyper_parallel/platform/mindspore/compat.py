@@ -1,6 +1,6 @@
 """What lies below MindSpore's public interface, or may move between its releases (2.9 and later). Tiny functions.
 
-MindSpore carries no types: its tensors, parameters, cells, dtypes and handles are ``Any`` in these rooms.
+MindSpore carries no types: its tensors, parameters, cells, dtypes and handles are ``Any`` in this package.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def init_with_store(*, backend: str, timeout: timedelta, world_size: int, rank: 
 
 
 def remember_world(rank: int, world_size: int) -> None:
-    """Tell the point-to-point calls who I am: they ask for a group that exists on Ascend only."""
+    """Tell the point-to-point calls the rank of this process: they ask for a group that exists on Ascend only."""
     caches: Any = dist.distributed
     caches._GROUP_RANK_CACHE[_DEFAULT_WORLD_KEY] = rank
     caches._GROUP_SIZE_CACHE[_DEFAULT_WORLD_KEY] = world_size

@@ -1,4 +1,4 @@
-"""Collectives with a gradient, on MindSpore: every argument is judged here, the work is done by the Functions."""
+"""Collectives with a gradient, on MindSpore: every argument is checked here, the work is done by the Functions."""
 
 from __future__ import annotations
 

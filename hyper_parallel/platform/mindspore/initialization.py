@@ -81,7 +81,7 @@ def _move_buffer(cell: Any, name: str, tensor: Any) -> Any:
     return None  # as it is
 
 
-def _open_doors() -> None:
+def _start_intercepting() -> None:
     global _open_contexts
     with _lock:
         _open_contexts += 1
@@ -95,7 +95,7 @@ def _open_doors() -> None:
         parameter.init_param = _ThreadSwitch(_originals["init_param"])
 
 
-def _close_doors() -> None:
+def _stop_intercepting() -> None:
     global _open_contexts
     with _lock:
         _open_contexts -= 1
@@ -110,13 +110,13 @@ def _close_doors() -> None:
 def init_on_device(device: Any, include_buffers: bool) -> Iterator[None]:
     """See ``Platform.init_on_device``. Nested contexts: the innermost decides."""
     place = _Birthplace(device=device_name(device, member="init_on_device"), include_buffers=include_buffers)
-    _open_doors()
+    _start_intercepting()
     _contexts.stack.append(place)
     try:
         yield
     finally:
         _contexts.stack.pop()
-        _close_doors()
+        _stop_intercepting()
 
 
 def materialise(root: Any) -> None:  # mindspore.nn.Cell

@@ -1,4 +1,4 @@
-"""The Platform contract on MindSpore: the sum of the rooms beside this one."""
+"""The Platform contract on MindSpore: the sum of the files beside this one."""
 
 from __future__ import annotations
 

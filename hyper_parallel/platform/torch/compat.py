@@ -1,6 +1,7 @@
 """What moved, or may move, between the torch releases we support (``TESTED_TORCH``). Tiny functions, no policy.
 
-Whatever reaches below torch's public interface is here and nowhere else, so that a new release is one file's work.
+What a release of torch changes is adapted here. Private names of torch that all tested releases have are also used elsewhere in
+``platform/torch`` and ``backends/torch``; ``make test-versions`` finds those that a new release drops.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Collectives with a gradient, on torch: every argument is judged here, the work is done by the autograd Functions."""
+"""Collectives with a gradient, on torch: every argument is checked here, the work is done by the autograd Functions."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Where parameters are born, and giving values to those born without any.
+"""The device on which parameters are created, and giving values to parameters that were created without any.
 
 ``init_on_device`` uses torch's own registration hooks. They are process-wide by nature, so ours asks first whether the
 thread that registers is inside a context of ours: other threads build their modules as always, and no attribute of
 torch is replaced. The hooks are registered at the first use and stay: torch walks their dict while it registers a
-parameter, so removing them under another thread's feet would break that thread.
+parameter, so removing them while another thread registers would break that thread.
 """
 
 from __future__ import annotations

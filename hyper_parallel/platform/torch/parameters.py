@@ -12,7 +12,7 @@ from hyper_parallel.platform.torch.compat import DTensor, become, set_local_tens
 
 __all__ = ["fill", "local_data", "replace_everywhere", "same_kind", "set_data", "set_layout"]
 
-_SHARDED_TWIN = "_hyper_parallel_sharded_parameter"
+_SHARDED_FORM = "_hyper_parallel_sharded_parameter"
 """Where a parameter that got a layout remembers the sharded parameter made from it."""
 
 _HOLDING_NAMES = ("_parameters", "_flat_weights", "params")
@@ -41,7 +41,7 @@ def set_layout(param: torch.Tensor, layout: Any) -> torch.nn.Parameter:
     """
     from torch.distributed.tensor import distribute_tensor
 
-    if isinstance(param, DTensor) or hasattr(param, _SHARDED_TWIN):
+    if isinstance(param, DTensor) or hasattr(param, _SHARDED_FORM):
         current = local_owner(param)
         placed = f"{current.placements} over {current.device_mesh}" if isinstance(current, DTensor) else "a layout"
         raise ValueError(
@@ -57,7 +57,7 @@ def set_layout(param: torch.Tensor, layout: Any) -> torch.nn.Parameter:
     for container, key in holders:
         container[key] = made
     _give_up_bytes(param)
-    setattr(param, _SHARDED_TWIN, made)
+    setattr(param, _SHARDED_FORM, made)
     return made
 
 
@@ -116,7 +116,7 @@ def _checked_layout(layout: Any) -> tuple[Any, Sequence[Any]]:
 
 def local_owner(param: torch.Tensor) -> torch.Tensor:
     """The sharded parameter made from ``param``, if there is one; else ``param``."""
-    owner: torch.Tensor = getattr(param, _SHARDED_TWIN, param)
+    owner: torch.Tensor = getattr(param, _SHARDED_FORM, param)
     return owner
 
 
@@ -197,7 +197,7 @@ def _in_layout_of(param: DTensor, data: torch.Tensor) -> torch.Tensor:
 
 
 def same_kind(param: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """``data`` as a tensor of the class, gradient wish and extra attributes of ``param``."""
+    """``data`` as a tensor of the class, ``requires_grad`` and extra attributes of ``param``."""
     made: torch.Tensor
     if isinstance(data, DTensor) or type(param) is torch.nn.Parameter:
         made = torch.nn.Parameter(data, requires_grad=param.requires_grad)

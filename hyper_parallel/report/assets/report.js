@@ -5,8 +5,8 @@
   const NS = "http://www.w3.org/2000/svg";
   // The drawings are as wide as their section, so that letters keep their size on a phone and on paper.
   const PAPER = 680;
-  const room = () => Math.max(280, Math.min(1040, (document.querySelector("section").clientWidth || 1080) - 40));
-  let WIDTH = room();
+  const availableWidth = () => Math.max(280, Math.min(1040, (document.querySelector("section").clientWidth || 1080) - 40));
+  let WIDTH = availableWidth();
   const FATES = ["saved", "swapped", "recomputed", "kept"];
   const TRACKS = ["forward", "replay", "backward", "stall", "copy out", "copy back"];
   const PAINT = { "forward": "forward", "replay": "replay", "backward": "backward", "stall": "stall", "copy out": "swapped", "copy back": "saved" };
@@ -320,9 +320,9 @@
   };
   memoryControls();
   timelineControls();
-  drawAll(room());
-  addEventListener("resize", () => { if (room() !== WIDTH) drawAll(room()); });
+  drawAll(availableWidth());
+  addEventListener("resize", () => { if (availableWidth() !== WIDTH) drawAll(availableWidth()); });
   addEventListener("beforeprint", () => drawAll(PAPER));
-  addEventListener("afterprint", () => drawAll(room()));
+  addEventListener("afterprint", () => drawAll(availableWidth()));
   document.documentElement.dataset.ready = "yes";
 })();

@@ -165,7 +165,7 @@ def test_b23_a_graph_may_be_used_again_and_differentiated_twice() -> None:
     same_gradients(got, run(plain))
 
 
-def test_b24_what_backward_needs_first_never_leaves_and_takes_no_room_in_far_memory() -> None:
+def test_b24_what_backward_needs_first_never_leaves_and_takes_no_far_memory() -> None:
     layer = hp.swap_wrapper(lambda x: x.sin().exp().cos())
     x = torch.rand(64, 64, requires_grad=True)
     with simulated_accelerator(tail_bytes=x.nbytes, window_bytes=0) as sim:
@@ -199,7 +199,7 @@ def test_b25_the_window_bounds_what_is_in_flight() -> None:
             out.sum().backward()
 
 
-def test_b26_a_value_nobody_forecast_is_brought_on_demand() -> None:
+def test_b26_a_value_that_was_not_forecast_is_loaded_on_demand() -> None:
     plain = nn.ModuleList([Block() for _ in range(3)])
     ours = nn.ModuleList([hp.swap_wrapper(copy.deepcopy(layer)) for layer in plain])
 

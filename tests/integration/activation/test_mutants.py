@@ -245,7 +245,7 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a reader on another stream is forgotten",
-        (Edit(f"{RECORD}.note_reader", "self._foreign_streams.append(stream)", "pass"),),
+        (Edit(f"{RECORD}.add_reader", "self._foreign_streams.append(stream)", "pass"),),
         "reader on another stream",
         r"let go while .* on side",
     ),

@@ -251,7 +251,7 @@ def test_whatever_a_job_raises_reaches_its_waiter(make_tier, monkeypatch: pytest
     with pytest.raises(SystemExit, match="a very odd backend"):
         write(tier, lease, random_bytes(MIB, seed=19), backend).wait()
     monkeypatch.undo()
-    with pytest.raises(DiskTierError, match="because their write never came so far"):
+    with pytest.raises(DiskTierError, match="because their write did not reach them"):
         read(tier, lease, backend)[1].wait()
 
 

@@ -67,9 +67,9 @@ def test_a_step_that_fits_is_left_alone() -> None:
         step()
         assert sim.swapped_bytes == before
         assert applied.plan.does_nothing
-        assert applied.stats()["regions"] == 0
+        assert applied.num_regions == 0
         assert applied.measured.peak_bytes == applied.plan.predicted_peak_bytes <= budget
-        assert applied.stats()["swapped_out_bytes"] == 0
+        assert applied.stats().swapped_out_bytes == 0
         applied.remove()
     assert tree_of(model) == tree
 

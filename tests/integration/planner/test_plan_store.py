@@ -84,7 +84,7 @@ def test_a_restart_plans_nothing_and_keeps_the_budget_bitwise(tmp_path: Path, pr
         assert (profiled, steps) == ([1], [1])  # one step to see that everything is the same, and no planning
         assert applied.plan.recipes == first.plan.recipes
         assert applied.measured == first.measured
-        assert applied.stats()["stored_at"] == str(file)
+        assert applied.stored_at == str(file)
         assert all(p.grad is None for p in again.parameters())
         step()
         sim.reset_peak()

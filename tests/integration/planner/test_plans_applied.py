@@ -75,16 +75,16 @@ def test_exactly_the_named_values_leave() -> None:
     with simulated_accelerator() as sim:
         with hp.apply_plan(model, plan_for(model)) as applied:
             got = gradients(model, step)
-            stats = applied.stats()
+            stats, num_regions = applied.stats(), applied.num_regions
         assert_same(got, wanted)
     out = sorted(nbytes for what, nbytes in sim.events if what == "offload")
     # qkv and the input of layer 0's first half; the input of layer 1 and its third matmul, the MLP's first.
     assert out == sorted([ACTIVATION, 3 * ACTIVATION, ACTIVATION, 4 * ACTIVATION])
-    assert stats["saved_bytes"] == 4 * ACTIVATION
-    assert stats["regions"] == 3
+    assert stats.saved_bytes == 4 * ACTIVATION
+    assert num_regions == 3
     recorded = 0 if native.load() is None else 3
-    assert stats["regions_from_tape"] == recorded
-    assert sum(stats["regions_from_python"].values()) == 3 - recorded
+    assert stats.regions_from_tape == recorded
+    assert sum(stats.regions_from_python.values()) == 3 - recorded
 
 
 def test_blocks_that_are_left_alone_are_not_touched() -> None:
@@ -213,7 +213,7 @@ def test_room_that_the_budget_leaves_is_used_when_it_is_given() -> None:
             hp.apply_plan(model, plan_for(model), device_bytes=device_bytes) as applied,
         ):
             got = gradients(model, step)
-            assert applied.stats()["device_bytes"] == device_bytes
+            assert applied.device_bytes == device_bytes
             peaks.append(sim.peak_bytes)
             drops.append(sum(what == "drop" for what, _ in sim.events))
         assert_same(got, wanted)

@@ -35,7 +35,7 @@ def test_gradients_are_bitwise_those_of_the_plain_step(family: str, rules: Any) 
     with simulated_accelerator() as sim:
         with hp.apply_rules(model, rules) as applied:
             got = gradients(model, step)
-            decided = applied.stats()["decided"]
+            decided = applied.decided()
         assert_same(got, wanted)
         if rules != "elementwise":
             assert sim.swapped_bytes > 0
@@ -49,15 +49,15 @@ def test_each_rule_decides_what_it_names() -> None:
     with simulated_accelerator():
         with hp.apply_rules(model, MIXED) as applied:
             got = gradients(model, step)
-            stats = applied.stats()
+            stats, decided, num_undecided = applied.stats(), applied.decided(), applied.num_undecided()
     assert_same(got, wanted)
-    assert stats["decided"]["layers.*.attn::sdpa"] == 4
-    assert stats["decided"]["layers.*.mlp::addmm"] == 8
-    assert stats["decided"]["*::input"] == 4
-    assert stats["no_rule"] == 0
+    assert decided["layers.*.attn::sdpa"] == 4
+    assert decided["layers.*.mlp::addmm"] == 8
+    assert decided["*::input"] == 4
+    assert num_undecided == 0
     # Of each layer: the input, and attention's output with its log-sum-exp (one number per head and token).
     attention = ACTIVATION + BATCH * LENGTH * 4 * 4
-    assert stats["swapped_out_bytes"] == 4 * (ACTIVATION + attention)
+    assert stats.swapped_out_bytes == 4 * (ACTIVATION + attention)
 
 
 def test_nothing_is_left_after_remove() -> None:
@@ -124,7 +124,7 @@ def test_rules_on_blocks_that_are_never_called_are_said_to_do_nothing(rules: Any
     assert tree_of(model) == before
     with hp.apply_rules(model, rules, blocks="layers.*.*") as handle:
         model(x).sum().backward()
-        assert sum(handle.stats()["decided"].values()) > 0
+        assert sum(handle.decided().values()) > 0
 
 
 def test_rules_on_a_list_of_dicts_decide() -> None:
@@ -143,7 +143,7 @@ def test_rules_on_a_list_of_dicts_decide() -> None:
     model, x = Model(), torch.randn(2, 4)
     with hp.apply_rules(model, {"layers.*.mlp::addmm": "save", "*::*": "recompute"}) as handle:
         model(x).sum().backward()
-        assert handle.stats()["decided"]["layers.*.mlp::addmm"] == 3
+        assert handle.decided()["layers.*.mlp::addmm"] == 3
 
 
 def test_with_a_step_the_same_is_found_at_once() -> None:
@@ -188,9 +188,9 @@ def test_blocks_by_pattern() -> None:
     with simulated_accelerator():
         with hp.apply_rules(model, {"*::input": "swap", "*::*": "recompute"}, blocks="layers.*.mlp") as applied:
             step()
-            stats = applied.stats()
-    assert stats["decided"]["*::input"] == 4
-    assert stats["swapped_out_bytes"] == 4 * ACTIVATION
+            stats, decided = applied.stats(), applied.decided()
+    assert decided["*::input"] == 4
+    assert stats.swapped_out_bytes == 4 * ACTIVATION
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -100,7 +100,7 @@ def test_apply_takes_a_share() -> None:
     capacity = whole_peak()
     with simulated_accelerator(capacity_bytes=capacity):
         with apply(model, budget="80%", step=step) as treated:
-            assert treated.stats()[0]["budget_bytes"] == int(0.8 * capacity)
+            assert treated.applied[0].plan.budget_bytes == int(0.8 * capacity)
     with pytest.raises(ValueError, match=r"a percentage is above 0 and up to 100"):
         apply(model, budget="120%", step=step)
 

@@ -107,7 +107,7 @@ def test_a_simple_plan_is_saved_loaded_explained_compared_and_applied(
             before = sim.swapped_bytes
             assert_same(gradients(model, step), wanted)
             assert (sim.swapped_bytes > before) == (way is not RECOMPUTED)
-            assert applied.stats()["regions"] == 4
+            assert applied.num_regions == 4
     assert tree_of(model) == tree
     assert main(["explain", str(tmp_path / "plan.json"), "--profile", str(tmp_path / "profile.json")]) == 0
     assert way.name in capsys.readouterr().out

@@ -127,21 +127,61 @@ def test_a_block_ends_with_an_exception_too() -> None:
 
 
 def test_a_block_belongs_to_its_thread() -> None:
-    seen: list[int] = []
     with hp.configure(min_bytes=6):
-        thread = threading.Thread(target=lambda: seen.append(current_config().min_bytes))
-        thread.start()
-        thread.join()
-    assert seen == [2**20]
+        assert min_bytes_in_another_thread() == 2**20
 
 
-def test_the_process_setting_holds_in_every_thread() -> None:
-    hp.configure(min_bytes=6)
+def min_bytes_in_another_thread() -> int:
     seen: list[int] = []
     thread = threading.Thread(target=lambda: seen.append(current_config().min_bytes))
     thread.start()
     thread.join()
-    assert seen == [6]
+    return seen[0]
+
+
+def test_no_other_thread_sees_the_setting_of_a_block_before_it_begins() -> None:
+    hp.configure(min_bytes=5)
+    block = hp.configure(min_bytes=6)  # the moment between the call and the beginning of the block
+    assert min_bytes_in_another_thread() == 5
+    with block as inside:
+        assert current_config() is inside
+        assert min_bytes_in_another_thread() == 5
+    assert current_config().min_bytes == 5
+    del block
+    assert current_config().min_bytes == 5
+
+
+def test_a_result_that_is_kept_and_not_entered_sets_the_process() -> None:
+    kept = hp.configure(min_bytes=6)
+    assert current_config().min_bytes == 6, "this thread used the settings"
+    assert min_bytes_in_another_thread() == 6
+    hp.configure(window_bytes=7)
+    assert current_config() == SwapConfig(min_bytes=6, window_bytes=7), "in the order of the calls"
+    with kept:
+        assert current_config() == SwapConfig(min_bytes=6)
+    assert current_config() == SwapConfig(min_bytes=6, window_bytes=7), "a later setting of the process stays"
+
+
+def test_a_block_of_settings_that_were_used_before_it_takes_them_off_the_process() -> None:
+    hp.configure(min_bytes=5)
+    kept = hp.configure(min_bytes=6)
+    assert current_config().min_bytes == 6
+    with kept:
+        assert min_bytes_in_another_thread() == 5
+    assert current_config().min_bytes == 5
+
+
+def test_a_block_may_be_entered_twice() -> None:
+    block = hp.configure(min_bytes=6)
+    for _ in range(2):
+        with block:
+            assert current_config().min_bytes == 6
+        assert current_config() == SwapConfig()
+
+
+def test_the_process_setting_holds_in_every_thread() -> None:
+    hp.configure(min_bytes=6)
+    assert min_bytes_in_another_thread() == 6
 
 
 def test_an_unknown_setting_is_refused_with_the_known_ones() -> None:

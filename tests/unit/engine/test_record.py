@@ -150,8 +150,8 @@ def test_a_reader_on_another_stream_is_ordered_after_the_load_and_the_owner_afte
     record.finish_load()
     device.take_log()
     main, device.current = device.current, device.new_stream()
-    record.note_reader()
-    record.note_reader()  # known already
+    record.add_reader()
+    record.add_reader()  # known already
     assert device.take_log() == ["stream2: wait e5"]
     assert record.has_foreign_readers
     device.current = main

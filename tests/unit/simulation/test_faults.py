@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from hyper_parallel.simulation.streams import Judge, SimulatedStream, Timeline
+from hyper_parallel.simulation.streams import AccessLog, SimulatedStream, Timeline
 
 
 def copied_and_read(*, skip_waits: tuple[int, ...] = (), skip_events: tuple[int, ...] = ()) -> tuple[list[str], bool]:
     """Two copies on a lane, each with an event that compute waits for: what ran, and whether a read of both is ordered."""
-    timeline, judge, done = Timeline("lazy", 0), Judge(), list[str]()
+    timeline, accesses, done = Timeline("lazy", 0), AccessLog(), list[str]()
     timeline.skip_waits, timeline.skip_events = skip_waits, skip_events
     lane = timeline.new_lane()
     for at, name in enumerate(("first", "second")):
         timeline.tick(lane)
-        judge.touch(lane, at, 0, 8, is_write=True, what=name)
+        accesses.touch(lane, at, 0, 8, is_write=True, what=name)
         timeline.enqueue(lane, lambda name=name: done.append(name))  # type: ignore[misc]
         timeline.wait(timeline.compute, timeline.record(lane))
     assert (timeline.num_waits, timeline.num_events) == (2, 2)
-    conflicts = [judge.conflict(timeline.compute, at, 0, 8, is_write=False) for at in range(2)]
+    conflicts = [accesses.conflict(timeline.compute, at, 0, 8, is_write=False) for at in range(2)]
     return done, conflicts == [None, None]
 
 

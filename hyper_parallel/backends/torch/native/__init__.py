@@ -180,7 +180,7 @@ def _compile(compiler: str, target: Path) -> None:
 
 
 def _run(command: list[str], said: Path) -> int:
-    """The exit status of a build, which says from time to time that it goes on."""
+    """Run a build, and print from time to time that it still runs; its exit status."""
     with open(said, "w") as output, subprocess.Popen(command, stdout=output, stderr=output) as build:
         try:
             for seconds in range(_PROGRESS_S, _BUILD_TIMEOUT_S, _PROGRESS_S):

@@ -158,21 +158,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   static auto* library = new torch::Library(torch::Library::IMPL, "_", kRecorderKey, __FILE__, __LINE__);
   library->fallback(torch::CppFunction::makeFromBoxedFunction<&record>());
   pack_of_tapes = &pack;
-  py::class_<Belief, std::shared_ptr<Belief>>(module, "Belief")
+  py::class_<RegionHistory, std::shared_ptr<RegionHistory>>(module, "RegionHistory")
       .def(py::init<>())
-      .def("__len__", [](Belief& belief) { return belief.get()->size(); });
+      .def("__len__", [](RegionHistory& region_history) { return region_history.get()->size(); });
   py::class_<Fates, std::shared_ptr<Fates>>(module, "Fates").def(py::init([](py::object resolve) {
     return std::make_shared<Fates>(resolve.ptr());
   }));
   py::class_<Tape, std::shared_ptr<Tape>>(module, "Tape")
       .def(
-          py::init([](std::string where, std::shared_ptr<Belief> belief, size_t copied_before_write, size_t steering_output,
+          py::init([](std::string where, std::shared_ptr<RegionHistory> region_history, size_t copied_before_write, size_t steering_output,
                       std::shared_ptr<Fates> fates, py::object swaps) {
             return std::make_shared<Tape>(
-                std::move(where), std::move(belief), Limits{copied_before_write, steering_output}, std::move(fates),
+                std::move(where), std::move(region_history), Limits{copied_before_write, steering_output}, std::move(fates),
                 swaps.is_none() ? Swaps() : Swaps(swaps.ptr()));
           }),
-          py::arg("where"), py::arg("belief"), py::arg("copied_before_write_bytes"), py::arg("steering_output_bytes"),
+          py::arg("where"), py::arg("region_history"), py::arg("copied_before_write_bytes"), py::arg("steering_output_bytes"),
           py::arg("fates") = nullptr, py::arg("swaps") = py::none())
       .def("pack_hook", &pack_hook_of)
       .def("open", &open_tape)

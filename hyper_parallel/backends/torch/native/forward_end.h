@@ -24,7 +24,7 @@ inline void Tape::close() {
   swap_pending();
   is_open_ = false;
   slot_by_storage_ = {};
-  belief_->note_sizes({ops_.size(), arguments_.size(), refs_.size(), slots_.size(), handles_.size()});
+  region_history_->remember_sizes({ops_.size(), arguments_.size(), refs_.size(), slots_.size(), handles_.size()});
   for (Handle& handle : handles_) {
     if (handle.saved_version >= 0) handle.closed_version = handle.counter.current_version();
     follow_writes(handle);
@@ -245,7 +245,7 @@ inline std::string Tape::prove() {
     different = std::string("it could not be run again: ") + error.what();
   }
   if (different.empty()) {
-    belief_->add(sequence_);
+    region_history_->add(sequence_);
     still_proven_ = true;
     return different;
   }

@@ -13,7 +13,7 @@ namespace hyper_parallel {
 // The dispatch key whose fallback is the recorder. Torch leaves it unused in eager mode.
 constexpr auto kRecorderKey = c10::DispatchKey::Fake;
 
-// Ops of ours that are nobody's business: no dispatch mode sees them, no tape records them, no graph keeps them.
+// Our own ops: no dispatch mode sees them, no tape records them, no graph keeps them.
 struct Unseen {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   c10::impl::ExcludeDispatchKeyGuard exclude{c10::DispatchKeySet(

@@ -335,7 +335,7 @@ inline void Tape::drop_made() {
 }
 
 // A handle got its value in this backward. Autograd asks once for each node that it runs; a Python function may ask more often.
-inline void Tape::note_served(Handle& handle) {
+inline void Tape::count_served(Handle& handle) {
   const int task = torch::autograd::get_current_graph_task_id();
   if (task == -1 || handle.slot == kNone || HP_FAULT("drop_served")) return;
   Slot& slot = slots_[handle.slot];
@@ -406,7 +406,7 @@ inline at::Tensor Tape::unpack(int index) {
   if (handle.kept.defined()) return handle.kept;
   if (is_open_) follow_writes(handle);
   Slot& slot = slots_[handle.slot];
-  note_served(handle);
+  count_served(handle);
   if (is_held(handle)) return held_value(slot.held[handle.held]);
   check_kept(slot);
   if (slot.kept_version == handle.version) return handle.view.over(kept_storage(slot));

@@ -85,7 +85,7 @@ inline OpFacts examine(const c10::OperatorHandle& op) {
     facts.reason = "a collective that writes its arguments";
     return facts;
   } else {
-    if (!HP_FAULT("other_libraries")) facts.kind = OpKind::kKept;  // nobody says what an op of another library does beside its outputs
+    if (!HP_FAULT("other_libraries")) facts.kind = OpKind::kKept;  // it is not known what an op of another library does beside its outputs
     if (!facts.writes.empty()) {
       facts.kind = OpKind::kRefused;
       facts.reason = "an op of another library that writes its arguments";

@@ -17,17 +17,17 @@ namespace hyper_parallel {
 // -- Slots ---------------------------------------------------------------------------------------------------------------
 
 inline Tape::Tape(
-    std::string where, std::shared_ptr<Belief> belief, Limits limits, std::shared_ptr<Fates> fates, Swaps swaps)
+    std::string where, std::shared_ptr<RegionHistory> region_history, Limits limits, std::shared_ptr<Fates> fates, Swaps swaps)
     : where_(std::move(where)),
-      belief_(std::move(belief)),
-      proven_(belief_->get()),
+      region_history_(std::move(region_history)),
+      proven_(region_history_->get()),
       limits_(limits),
       fates_(std::move(fates)),
       swaps_(std::move(swaps)),
       opened_in_task_(torch::autograd::get_current_graph_task_id()),
       settings_{Settings::now()} {
   counters().live_tapes.fetch_add(1, std::memory_order_relaxed);
-  const Sizes last = belief_->last_sizes();
+  const Sizes last = region_history_->last_sizes();
   ops_.reserve(last.ops);
   arguments_.reserve(last.arguments);
   refs_.reserve(last.refs);
@@ -234,7 +234,7 @@ inline bool Tape::refer(const at::Tensor& tensor, bool is_overwritten, Ref& ref)
 
 // -- Ops -----------------------------------------------------------------------------------------------------------------
 
-inline bool note_draws(const torch::jit::Stack& stack, size_t count, std::vector<std::pair<at::Generator, at::Tensor>>& draws) {
+inline bool remember_draws(const torch::jit::Stack& stack, size_t count, std::vector<std::pair<at::Generator, at::Tensor>>& draws) {
   at::Generator generator;
   c10::optional<c10::Device> device;
   for (size_t at = stack.size() - count; at < stack.size(); ++at) {
@@ -264,7 +264,7 @@ inline void Tape::forget_arguments(const Draft& draft) {
 }
 
 // A region may change settings for some of its ops.
-inline void Tape::note_settings() {
+inline void Tape::remember_settings() {
   const auto& now = Settings::now();
   if (now == settings_.back() || *now == *settings_.back() || HP_FAULT("settings_of_op")) return;
   settings_.push_back(now);
@@ -343,8 +343,8 @@ inline bool Tape::begin(
       if (ref.slot != kNone && !slots_[ref.slot].is_created && slots_[ref.slot].kept_version != kNone) ref.held = kNone;
     }
   }
-  if (facts.is_random) note_draws(stack, count, draft.draws);
-  note_settings();
+  if (facts.is_random) remember_draws(stack, count, draft.draws);
+  remember_settings();
   return true;
 }
 

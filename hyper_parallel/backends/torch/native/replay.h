@@ -151,7 +151,7 @@ class Replay {
   }
 
   // Whether a version that an op makes is read by a needed op after it, or by a handle.
-  bool is_made_for_somebody(int slot, int version) const {
+  bool has_reader(int slot, int version) const {
     const int kept = kept_version(slot);
     if (version == kept) return false;  // those bytes are there
     return (version > kept ? upper_[slot] : lower_[slot]).wanted >= version;
@@ -161,9 +161,9 @@ class Replay {
     for (int at = static_cast<int>(tape_.ops_.size()) - 1; at >= 0; --at) {
       const Op& op = tape_.ops_[at];
       bool is_needed = false;
-      for (const auto& output : op.created) is_needed = is_needed || is_made_for_somebody(output.slot, 0);
+      for (const auto& output : op.created) is_needed = is_needed || has_reader(output.slot, 0);
       for (const auto& [slot, version] : op.written) {
-        is_needed = is_needed || is_made_for_somebody(slot, version) ||
+        is_needed = is_needed || has_reader(slot, version) ||
             (version == kept_version(slot) && lower_[slot].wanted >= version);
       }
       if (!is_needed) continue;

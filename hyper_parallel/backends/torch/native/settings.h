@@ -1,4 +1,4 @@
-// Settings of the process under which kernels choose what they do. They are noted for every op, and an op runs again under its own.
+// Settings of the process under which kernels choose what they do. They are recorded for every op, and an op runs again under its own.
 #pragma once
 
 #include <ATen/Context.h>
@@ -188,7 +188,7 @@ struct Settings {
     if (!HP_FAULT("settings_of_attention")) attention.apply(context);
   }
 
-  // The settings as they are now: the same object as long as none changes on this thread's watch.
+  // The settings as they are now: the same object as long as none changes between two calls of this thread.
   static const std::shared_ptr<const Settings>& now();
 };
 

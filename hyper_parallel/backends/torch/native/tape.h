@@ -155,7 +155,7 @@ struct Sizes {
 };
 
 // What is known of one region over all its calls: the op sequences that were once remade bit by bit, and how long tapes are.
-struct Belief {
+struct RegionHistory {
   using Set = std::unordered_set<size_t>;
   std::mutex mutex;
   std::shared_ptr<const Set> proven = std::make_shared<const Set>();
@@ -165,7 +165,7 @@ struct Belief {
     std::lock_guard<std::mutex> lock(mutex);
     return sizes;
   }
-  void note_sizes(const Sizes& now) {
+  void remember_sizes(const Sizes& now) {
     std::lock_guard<std::mutex> lock(mutex);
     sizes = now;
   }
@@ -194,7 +194,7 @@ class Replay;
 
 class Tape : public std::enable_shared_from_this<Tape> {
  public:
-  Tape(std::string where, std::shared_ptr<Belief> belief, Limits limits, std::shared_ptr<Fates> fates, Swaps swaps);
+  Tape(std::string where, std::shared_ptr<RegionHistory> region_history, Limits limits, std::shared_ptr<Fates> fates, Swaps swaps);
   ~Tape();
 
   // Recorder.
@@ -252,7 +252,7 @@ class Tape : public std::enable_shared_from_this<Tape> {
   void check_kept(Slot& slot);
   bool before_write(Slot& slot);
   void forget_arguments(const Draft& draft);
-  void note_settings();
+  void remember_settings();
   void follow_writes(Handle& handle);
   void collect_dead();
   at::Tensor held_value(Held& held);
@@ -262,7 +262,7 @@ class Tape : public std::enable_shared_from_this<Tape> {
   class OpCount;
   void make_missing(const Handle& asked);
   void drop_made();
-  void note_served(Handle& handle);
+  void count_served(Handle& handle);
   void drop_served();
   void drop_served_before();
   void order_after_made(const c10::Storage& storage);
@@ -272,8 +272,8 @@ class Tape : public std::enable_shared_from_this<Tape> {
   std::string difference(const Handle& handle, const c10::Storage& made, const c10::Storage& original) const;
 
   std::string where_;
-  std::shared_ptr<Belief> belief_;
-  std::shared_ptr<const Belief::Set> proven_;
+  std::shared_ptr<RegionHistory> region_history_;
+  std::shared_ptr<const RegionHistory::Set> proven_;
   Limits limits_;
   std::recursive_mutex mutex_;
   std::mutex dead_mutex_;
@@ -287,7 +287,7 @@ class Tape : public std::enable_shared_from_this<Tape> {
   std::shared_ptr<Fates> fates_;  // null: everything is recomputed
   Swaps swaps_;                   // null: nothing is swapped
   std::unordered_map<const Answers*, size_t> counts_;  // how often an op came, where its answers differ
-  // Outputs that the policy swaps. The engine gets them when the op is over for everybody: dispatch modes around see its end later.
+  // Outputs that the policy swaps. The engine gets them when the op has ended for all: dispatch modes around it see its end later.
   std::vector<std::pair<int, at::Tensor>> pending_swaps_;
   int opened_in_task_ = -1;       // the backward in which the region runs, if any
   size_t saved_bytes_ = 0;

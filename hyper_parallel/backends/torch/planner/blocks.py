@@ -125,7 +125,7 @@ def refuse_wrapped(model: nn.Module, blocks: Sequence[BlockRef], who: str) -> No
             isinstance(inner, ActivationWrapper) for inner in block.module.modules()
         ):
             raise PlanError(
-                f"{who}: {block.name} is wrapped already, or something in it is; two deciders for the same values cannot agree. "
+                f"{who}: {block.name} is wrapped already, or something in it is, and both would decide about the same values. "
                 "Remove what was applied before (handle.remove()), or unwrap it."
             )
     for path, module in model.named_modules():

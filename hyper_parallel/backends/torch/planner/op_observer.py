@@ -176,10 +176,10 @@ class OpObserver(TorchDispatchMode):
         )
         self._occurrences[key] += 1
         if facts.writes or facts.writes_anything:
-            self._note_written(facts, args, kwargs)
+            self._remember_written(facts, args, kwargs)
         return seen
 
-    def _note_written(self, facts: Any, args: Any, kwargs: Any) -> None:
+    def _remember_written(self, facts: Any, args: Any, kwargs: Any) -> None:
         written = [
             kwargs.get(at) if isinstance(at, str) else (args[at] if at < len(args) else None) for at in facts.writes
         ]
@@ -216,10 +216,10 @@ class OpObserver(TorchDispatchMode):
             storage = plain.untyped_storage()
             producer = self._producers.get(storage._cdata)
             if producer is not None:
-                self._note_kept(producer, storage, tensor)
+                self._count_kept(producer, storage, tensor)
         return alias(tensor)
 
-    def _note_kept(self, producer: int, storage: torch.UntypedStorage, tensor: torch.Tensor) -> None:
+    def _count_kept(self, producer: int, storage: torch.UntypedStorage, tensor: torch.Tensor) -> None:
         """The node that saves was just numbered. It belongs to the op that ran last if that made this value, else to the next."""
         last = len(self.seen.ops) - 1
         node: Any = tensor.grad_fn  # torch.autograd.graph.Node | None

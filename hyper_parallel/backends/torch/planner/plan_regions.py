@@ -101,7 +101,12 @@ class AppliedPlan(AppliedBlocks):
             self._watch.remove()
         super().remove()
 
-    def stats(self) -> Mapping[str, Any]:
+    @property
+    def num_regions(self) -> int:
+        """How many modules of the model are regions now."""
+        return len(self._replacements)
+
+    def _facts(self) -> Mapping[str, Any]:
         """What was planned, what was measured of it, and what the engine counted since it was applied."""
         return {
             "budget_bytes": self.plan.budget_bytes,
@@ -111,10 +116,10 @@ class AppliedPlan(AppliedBlocks):
             "measured_step_seconds": None if self.measured is None else self.measured.step_seconds,
             "reserved_bytes": None if self.measured is None else self.measured.reserved_bytes,
             "device_bytes": self.device_bytes,
-            "regions": len(self._replacements),
+            "regions": self.num_regions,
             "stored_at": self.stored_at,
             "history": list(self.history),
-            **self._counted(),
+            **self.stats().as_dict(),
         }
 
     def summary(self) -> str:
@@ -134,9 +139,9 @@ class AppliedPlan(AppliedBlocks):
                 "record one with: hyper-parallel bench MODULE:FACTORY --budget BYTES --html FILE"
             )
         if target.suffix == ".json":
-            text = json.dumps({"plan": self.plan.summary().splitlines(), **self.stats()}, indent=2, default=str) + "\n"
+            text = json.dumps({"plan": self.plan.summary().splitlines(), **self._facts()}, indent=2, default=str) + "\n"
         else:
-            text = "\n".join([self.plan.summary(), "", *_lines(self.stats())]) + "\n"
+            text = "\n".join([self.plan.summary(), "", *_lines(self._facts())]) + "\n"
         target.write_text(text, encoding="utf-8")
 
     def __repr__(self) -> str:
@@ -155,9 +160,9 @@ def predicted_change(plan: Plan) -> MemoryChange:
     )
 
 
-def _lines(stats: Mapping[str, Any]) -> list[str]:
-    return [f"{name}: {value}" for name, value in stats.items() if name != "history"] + [
-        f"attempt {number}: {attempt}" for number, attempt in enumerate(stats["history"], start=1)
+def _lines(facts: Mapping[str, Any]) -> list[str]:
+    return [f"{name}: {value}" for name, value in facts.items() if name != "history"] + [
+        f"attempt {number}: {attempt}" for number, attempt in enumerate(facts["history"], start=1)
     ]
 
 

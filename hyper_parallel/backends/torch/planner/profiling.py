@@ -244,7 +244,7 @@ class _Profiler:
         return self._trial(set(), rest=rest, reads_memory=False, holds=holds, is_idle_before_blocks=True)
 
     def _plain(self, memory: TrialStep, kept: int) -> tuple[list[TrialStep], TrialStep | None]:
-        """The step left alone, timed and weighed; nothing where it does not fit."""
+        """The step left alone, with its time and its peak; nothing where it does not fit."""
         capacity = self.meter.capacity_bytes()
         peak = max(point.peak_bytes for point in memory.points)
         if not self.agrees(capacity is None or peak + kept <= _FITS_SHARE * capacity):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -15,6 +15,9 @@ from hyper_parallel.backends.torch.wrappers import CheckpointWrapper
 from hyper_parallel.core.activation_checkpoint.statistics import SwapStats
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import PlanError
+
+if TYPE_CHECKING:
+    from typing import Self  # not in 3.10
 
 __all__ = ["AppliedBlocks", "Replacements"]
 
@@ -79,6 +82,10 @@ class AppliedBlocks:
         self._before = SwapManager().stats()
         self._first_step = SwapManager().first_step
 
+    def stats(self) -> SwapStats:
+        """What the engine counted since this was applied."""
+        return SwapManager().stats().since(self._before)
+
     def summary(self) -> str:
         """One line: by how much memory fell in the first step, and what that cost."""
         line = self._first_step.line
@@ -88,41 +95,10 @@ class AppliedBlocks:
         """Put the model back as it was; nothing happens the second time."""
         self._replacements.restore()
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.remove()
-
-    def _counted(self) -> dict[str, Any]:
-        """What the engine counted since this was applied."""
-        return _difference(SwapManager().stats(), self._before)
-
-
-_TOTALS = (
-    "saved_bytes",
-    "recomputed_bytes",
-    "regions_from_tape",
-    "swapped_out_bytes",
-    "swapped_in_bytes",
-    "hidden_copy_us",
-    "exposed_copy_us",
-    "prefetch_hits",
-    "late_loads",
-    "misses",
-    "shared_copies",
-    "shared_bytes",
-)
-
-
-def _difference(after: SwapStats, before: SwapStats) -> dict[str, Any]:
-    totals: dict[str, Any] = {name: max(0, getattr(after, name) - getattr(before, name)) for name in _TOTALS}
-    for name in ("kept_bytes", "kept_count", "replayed_ops", "overruled", "regions_from_python"):
-        old = getattr(before, name)
-        totals[name] = {
-            key: value - old.get(key, 0) for key, value in getattr(after, name).items() if value > old.get(key, 0)
-        }
-    totals["pinned_bytes"] = after.pinned_bytes
-    return totals

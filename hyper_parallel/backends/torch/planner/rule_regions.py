@@ -133,17 +133,18 @@ class AppliedRules(AppliedBlocks):
             self._paths.remove()
         super().remove()
 
-    def stats(self) -> Mapping[str, Any]:
-        """How often each rule decided, and what the engine counted since the rules were applied."""
+    def decided(self) -> Mapping[str, int]:
+        """How many op instances each rule decided, by its pattern."""
         decided = {rule.pattern: 0 for rule in self._rules.rules}
-        unmatched = 0
         for (path, op), count in self._seen().items():
             number = self._rules.deciding(path, op)
-            if number is None:
-                unmatched += count
-            else:
+            if number is not None:
                 decided[self._rules.rules[number].pattern] += count
-        return {"decided": decided, "no_rule": unmatched, **self._counted()}
+        return decided
+
+    def num_undecided(self) -> int:
+        """How many op instances no rule matched; they were recomputed."""
+        return self._seen().total() - sum(self.decided().values())
 
     def __repr__(self) -> str:
         return f"<{len(self._rules.rules)} rules on {len(self._regions)} blocks>"

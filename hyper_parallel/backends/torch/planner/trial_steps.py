@@ -156,7 +156,7 @@ class TrialStep:
         self._open_node = node
 
     def close_node(self) -> None:
-        """Whatever node ran is over."""
+        """The node that ran has ended."""
         node, self._open_node = self._open_node, None
         if node is None:
             return
@@ -280,7 +280,7 @@ def trial_step(
     """One trial step is run inside; ``how`` says what happens to each block by name. For the rest see :class:`TrialStep`."""
     result = TrialStep(meter, reads_memory=reads_memory, holds=holds or {}, is_idle_before_blocks=is_idle_before_blocks)
     paths, replacements = ModulePaths(), Replacements(model)
-    ended = model.register_forward_hook(lambda *_: _note_model_end(result))
+    ended = model.register_forward_hook(lambda *_: _mark_model_end(result))
     try:
         paths.watch([block for block in blocks if how[block.name] == OBSERVED])
         for block in blocks:
@@ -296,6 +296,6 @@ def trial_step(
         replacements.restore()
 
 
-def _note_model_end(result: TrialStep) -> None:
+def _mark_model_end(result: TrialStep) -> None:
     if not is_in_backward():
         result.point("model forward ends")

@@ -1,4 +1,4 @@
-"""Hooks on modules that note when each block runs forward, replay and backward, and what the device holds then."""
+"""Hooks on modules that record when each block runs forward, replay and backward, and what the device holds then."""
 
 from __future__ import annotations
 

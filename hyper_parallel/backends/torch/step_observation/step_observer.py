@@ -162,7 +162,7 @@ class StepObserver:
 
 
 class _WatchedStep:
-    """One step that runs while modules, copies and memory are being noted."""
+    """One step that runs while modules, copies and memory are recorded."""
 
     def __init__(self, meter: Any, blocks: Sequence[BlockRef], *, is_host: bool) -> None:  # meter: planner's Meter
         self._meter = meter

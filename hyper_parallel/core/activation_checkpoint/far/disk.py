@@ -351,7 +351,7 @@ class DiskTier:
                 copy_bytes(kept, view)
             extent.kept[piece.start] = kept
             self.failure = self.failure or again(error)
-            completion.note(error)
+            completion.set_failure(error)
         self._workers.progressed()
 
     def _run_read(self, copy: _Copy, completion: DiskCompletion) -> None:
@@ -394,7 +394,7 @@ class DiskTier:
         else:
             raise DiskTierError(
                 f"disk tier: cannot read {piece.nbytes} bytes of {self._file.path}; because their "
-                "write never came so far; the completion of that write says why"
+                "write did not reach them; the completion of that write raises the reason"
             )
         self._workers.progressed()
 

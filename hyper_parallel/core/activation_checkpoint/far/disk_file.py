@@ -13,11 +13,11 @@ dead processes left.
 Direct, and without a copy
 --------------------------
 Bytes that pass through the page cache are copied once more, pile up as dirty pages, and are written when the kernel
-likes. Direct I/O avoids all that but wants memory, offset and length aligned, and tensors are aligned to 64 bytes only.
+decides. Direct I/O avoids all that but wants memory, offset and length aligned, and tensors are aligned to 64 bytes only.
 So a range is stored with its bytes rotated: first those from the first aligned *address* on, straight from where they
 are; then the few before and after, which pass through a small aligned buffer in the same call. ``phase`` is the number
 of bytes before. A reader whose memory has the same phase reads in place too; any other goes through a larger buffer.
-The owner of the reader's memory can see to that: ``residue_of`` the source says where it lay, and memory that begins
+The owner of the reader's memory can arrange that: ``residue_of`` the source says where it lay, and memory that begins
 as far after a page has the same phase.
 (A buffered write of those few bytes would be simpler, and takes the file's lock against all direct ones beside it.)
 """
@@ -47,7 +47,7 @@ BLOCK_BYTES: Final = 4096  # ranges of the file start at multiples of it; a mult
 BOUNCE_BYTES: Final = 4 * 2**20
 _Transfer: TypeAlias = Callable[[int, list[memoryview], int], int]  # os.pwritev, os.preadv
 _NAME: Final = re.compile(r"hyper-parallel-(\d+)-(\d+)-[0-9a-f]{16}\.swap")
-# Failures of direct I/O that say "not like this" and not "this disk is broken".
+# Failures that mean "direct I/O is not possible here", and not "this disk is broken".
 _NOT_DIRECTLY: Final = (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP)
 
 

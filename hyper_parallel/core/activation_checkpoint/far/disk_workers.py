@@ -1,4 +1,4 @@
-"""The threads that move bytes between memory and a file, and the promises they are waited on by.
+"""The threads that move bytes between memory and a file, and the completions that callers wait for.
 
 They know jobs, sizes and order: reads go before writes, because compute waits for a read, and each direction has a
 bounded number of queued bytes, because queued bytes are memory that cannot be freed. They know no file and no lease.
@@ -27,7 +27,7 @@ __all__ = ["DiskCompletion", "Direction", "Job", "Workers"]
 NUM_WORKERS: Final = 2  # one large direct call is many requests already; four readers were slower than two
 QUEUE_BYTES: Final = 256 * 2**20
 WAIT_LIMIT_S: Final = 120.0
-_LOOK_EVERY_S: Final = 0.5  # how often a waiting thread looks whether those it waits for still live
+_LOOK_EVERY_S: Final = 0.5  # how often a waiting thread checks that the workers still live
 
 
 class Direction(enum.Enum):
@@ -41,8 +41,8 @@ class DiskCompletion:
     """The end of a copy that a worker carries, in whole (a host buffer) or up to its last piece (a device's stream).
 
     After a piece was queued on a stream, ``event`` is what its consumers are ordered after. ``target``: the device bytes of a
-    load. They are held until a stream is ordered after it: a caller that is interrupted before it has the completion in its
-    hands leaves it to the worker, and then it goes, with the bytes, when the copy is done.
+    load. They are held until a stream is ordered after it: a caller that is interrupted before it
+    got the completion leaves it to the worker, which drops it, with the bytes, when the copy is done.
     """
 
     __slots__ = ("__weakref__", "_backend", "_error", "_event", "_queued", "_target", "_workers", "end_us", "start_us")
@@ -86,14 +86,14 @@ class DiskCompletion:
         self._event = event
         self._queued.set()
 
-    def note(self, error: BaseException) -> None:
-        """Something went wrong: ``order`` and ``wait`` raise it, once the copy has ended. Called by the worker."""
+    def set_failure(self, error: BaseException) -> None:
+        """Keep an error: ``order`` and ``wait`` raise it, once the copy has ended. Called by the worker."""
         if self._error is None:
             self._error = again(error)
 
     def fail(self, error: BaseException) -> None:
         """The copy has ended, because of ``error``. Called by the worker."""
-        self.note(error)
+        self.set_failure(error)
         self._queued.set()
 
     def __del__(self) -> None:
@@ -114,7 +114,7 @@ class DiskCompletion:
 
 
 class Job:
-    """Some bytes to move: what to do, and who is told."""
+    """Some bytes to move: what to do, and the completion that is told."""
 
     __slots__ = ("completion", "direction", "nbytes", "run")
 

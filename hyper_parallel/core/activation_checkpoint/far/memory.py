@@ -66,7 +66,7 @@ class FarMemory:
     def _make_tier(self, name: str, config: SwapConfig) -> Tier:
         if name != "disk":
             return HostTier(self._budget, pinned=name == "pinned")
-        assert config.disk_path is not None  # SwapConfig sees to it
+        assert config.disk_path is not None  # SwapConfig has checked it
         return DiskTier(config.disk_path, limit_bytes=config.disk_limit, budget=self._budget)
 
     def reserve(self, backend: DeviceBackend, nbytes: int) -> Lease | Refusal:
@@ -221,7 +221,7 @@ class _CheckedCompletion:
                 except MemoryError as error:
                     raise FarMemoryError(
                         f"{lease.tier.name}: cannot check {lease.nbytes} bytes that were read back, because the host has no "
-                        "room for a copy of them; leave verify=True off, or lower SwapConfig.host_limit"
+                        "memory for a copy of them; leave verify=True off, or lower SwapConfig.host_limit"
                     ) from error
                 self._unchecked = None  # lets the target go; a second look would compare what its user made of it
                 if found != lease.checksum:
