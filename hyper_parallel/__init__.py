@@ -6,6 +6,7 @@ this package alone imports nothing else, and no public name imports a framework 
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from typing import TYPE_CHECKING
 
@@ -25,8 +26,12 @@ else:
         if not name.startswith("_") and name in _public_names():
             value = globals()[name] = getattr(importlib.import_module("hyper_parallel.public_names"), name)
             return value
-        known = "" if name.startswith("_") else f"; it has {', '.join(_public_names())}"
-        raise AttributeError(f"module 'hyper_parallel' has no attribute {name!r}{known}")
+        message = f"module 'hyper_parallel' has no attribute {name!r}"
+        if not name.startswith("_"):
+            near = difflib.get_close_matches(name, _public_names(), n=1)
+            message += f"; did you mean {near[0]}? It has " if near else "; it has "
+            message += ", ".join(_public_names())
+        raise AttributeError(message)
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *_public_names()})

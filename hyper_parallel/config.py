@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import difflib
 import functools
 import os
 import re
@@ -284,7 +285,11 @@ def configure(config: SwapConfig | None = None, **fields: Any) -> Configured:
         known = {field.name for field in dataclasses.fields(SwapConfig)}
         unknown = sorted(set(fields) - known)
         if unknown:
-            raise TypeError(f"configure: unknown setting {', '.join(unknown)}; known are {', '.join(sorted(known))}")
+            near = difflib.get_close_matches(unknown[0], known, n=1)
+            meant = f"; did you mean {near[0]}?" if near else ";"
+            raise TypeError(
+                f"configure: unknown setting {', '.join(unknown)}{meant} known are {', '.join(sorted(known))}"
+            )
         config = dataclasses.replace(config if config is not None else current_config(), **fields)
     call = _Call(config, threading.get_ident())
     _Settings.undecided.append(call)

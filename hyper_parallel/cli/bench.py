@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from hyper_parallel.cli.console import Console
 from hyper_parallel.cli.factory import add_model_arguments, built_model, require_writable, simulated_where_asked
-from hyper_parallel.cli.failures import CommandError, UsageError
+from hyper_parallel.cli.failures import CommandError, UsageError, did_you_mean
 from hyper_parallel.cli.report import show_run
 from hyper_parallel.config import current_config
 from hyper_parallel.planner.backend import planner_backend
@@ -58,8 +58,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
     ways = (args.ways or _DEFAULT_WAYS + (",auto" if args.budget else "")).split(",")
     unknown = [way for way in ways if way not in WAYS]
-    if unknown or len(set(ways)) != len(ways):
-        raise UsageError(f"--ways: {args.ways!r} must name each way at most once, out of {', '.join(WAYS)}")
+    if unknown:
+        near = did_you_mean(unknown[0], WAYS)
+        raise UsageError(f"--ways: there is no way {unknown[0]!r}{near or ';'} known are {', '.join(WAYS)}")
+    if len(set(ways)) != len(ways):
+        raise UsageError(f"--ways: {args.ways!r} must name each way at most once")
     if "auto" in ways and args.budget is None:
         raise UsageError("--ways: auto needs a --budget, such as --budget 20GiB")
     if args.budget is not None:

@@ -97,10 +97,11 @@ class Console:
         def advance(text: str) -> None:
             nonlocal done
             spent = time.monotonic() - started
-            left = ""
+            times = [f"{spent:.0f} s so far"] if spent >= 1 else []
             if done and shares is not None:
-                left = f", about {_rounded(spent / sum(shares[:done]) * sum(shares[done:]))} left"
-            self.note(f"[{min(done + 1, total)}/{total}] {text} ({spent:.0f} s so far{left})")
+                times.append(f"{_rounded(spent / sum(shares[:done]) * sum(shares[done:]))} left")
+            shown = f" ({', '.join(times)})" if times else ""
+            self.note(f"[{min(done + 1, total)}/{total}] {text}{shown}")
             done += 1
 
         yield advance
@@ -135,7 +136,7 @@ def _rounded(seconds: float) -> str:
     """An estimate for a person, no finer than it is good."""
     if seconds < 10:
         return "a few seconds"
-    return f"{round(seconds, -1):.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+    return f"about {round(seconds, -1):.0f} s" if seconds < 90 else f"about {seconds / 60:.0f} min"
 
 
 def plain_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[int]) -> str:

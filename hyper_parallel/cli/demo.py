@@ -92,12 +92,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
             raise UsageError(str(error)) from None
     if args.disk_path is not None and not Path(args.disk_path).is_dir():
         raise UsageError(f"--disk-path: there is no folder {args.disk_path}; name one on the disk to use")
+    _demo_module()  # says what is missing before anything is started or written
     folder = Path(args.output)
     folder.mkdir(parents=True, exist_ok=True)
     if args.one is not None:
         _run_one(args, folder)
         return 0
-    _demo_module()  # says what is missing before anything is started
     with tempfile.TemporaryDirectory(prefix="hyper-parallel-", dir=args.disk_path) as disk:
         with console.progress("demo", len(_STAGES), shares=[share for _, share in _STAGES.values()]) as advance:
             for stage, (words, _) in _STAGES.items():

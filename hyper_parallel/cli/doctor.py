@@ -86,15 +86,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """The command."""
-    with console.progress("doctor", 3) as advance:
+    with console.progress("doctor", 2) as advance:
         machine = examined(args.disk_path, advance)
-        advance("judging")
-        found = findings(machine)
+    found = findings(machine)
     console.data({"machine": dataclasses.asdict(machine), "findings": [dataclasses.asdict(one) for one in found]})
     console.table("This machine", ("what", "value"), _machine_rows(machine), words=(0, 1))
     rows = [[one.what, one.works, one.because] for one in found]
     console.table("What works here", ("what", "works", "because"), rows, words=(0, 1, 2))
-    return 1 if machine.chosen_platform and machine.chosen_platform not in _PLATFORMS else 0
+    return 0 if _has_framework(machine) else 1
+
+
+def _has_framework(machine: Machine) -> bool:
+    """Whether the framework that is chosen can be used; where none is, whether any can."""
+    usable = [name for name in _PLATFORMS if name in machine.packages]
+    if machine.torch_problem:
+        usable = [name for name in usable if name != HYPER_PARALLEL_PLATFORM_TORCH]
+    return machine.chosen_platform in usable if machine.chosen_platform else bool(usable)
 
 
 def examined(disk_path: str, advance: Callable[[str], None] = lambda text: None) -> Machine:

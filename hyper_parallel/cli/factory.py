@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hyper_parallel.cli.failures import CommandError, UsageError
+from hyper_parallel.cli.failures import CommandError, UsageError, did_you_mean
 from hyper_parallel.config import current_config
 from hyper_parallel.errors import HyperParallelError
 
@@ -86,7 +86,10 @@ def built_model(name: str) -> tuple[Any, Callable[[], Any]]:
     factory = getattr(module, attribute, None)
     if not callable(factory):
         known = sorted(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
-        raise CommandError(f"{path} has no function {attribute!r}; it has {', '.join(known[:12]) or 'none'}")
+        near = did_you_mean(attribute, known)
+        raise CommandError(
+            f"{path} has no function {attribute!r}{near or ';'} it has {', '.join(known[:12]) or 'none'}"
+        )
     try:
         made = factory()
     except (Exception, SystemExit) as error:

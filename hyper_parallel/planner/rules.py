@@ -184,7 +184,7 @@ def _covers_from(pattern: tuple[str, ...], path: tuple[str, ...]) -> bool:
 
 
 def _near(word: Any, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(str(word), list(known), n=4, cutoff=0.4)
+    close = difflib.get_close_matches(str(word), list(known), n=4, cutoff=0.55)
     return f"; near misses: {', '.join(close)}" if close else ""
 
 

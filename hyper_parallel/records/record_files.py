@@ -121,7 +121,10 @@ def _short(value: Any) -> str:
 
 
 def save_record(record: Any, path: str | os.PathLike[str], *, schema: str) -> None:
-    """Write a record as JSON; a reader of ``path`` sees the whole file or the one before."""
+    """Write a record as JSON; a reader of ``path`` sees the whole file or the one before.
+
+    A link is followed, and what is no regular file (``/dev/null``, ``/dev/stdout``, a pipe) is written to, never replaced.
+    """
     target = Path(path)
     text = json.dumps({"schema": schema, **as_json(record)}, indent=1, allow_nan=False)
     try:
@@ -133,6 +136,10 @@ def save_record(record: Any, path: str | os.PathLike[str], *, schema: str) -> No
 def _replace(target: Path, text: str) -> None:
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if target.exists() and not target.is_file():
+        target.write_text(text, encoding="utf-8")
+        return
+    target = Path(os.path.realpath(target))
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -138,5 +138,5 @@ def test_importing_the_package_imports_no_other_module_of_it() -> None:
 
 
 def test_an_unknown_name_says_what_there_is() -> None:
-    with pytest.raises(AttributeError, match=r"no attribute .swop.; it has .*swap_wrapper"):
+    with pytest.raises(AttributeError, match=r"no attribute .swop.; did you mean swap\? It has .*swap_wrapper"):
         hyper_parallel.swop  # noqa: B018

@@ -93,6 +93,18 @@ def test_what_is_no_tensor_is_refused(platform, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@covers("save_checkpoint")
+def test_a_link_stays_a_link_and_what_is_no_file_is_refused(platform, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "w")
+    platform.save_checkpoint({}, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert platform.load_checkpoint(tmp_path / "w") == {}
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(CheckpointFileError, match=r"cannot write .*pipe; because it is no regular file; name one"):
+        platform.save_checkpoint({}, tmp_path / "pipe")
+    assert sorted(os.listdir(tmp_path)) == ["link", "pipe", "w"]
+
+
 @covers("save_checkpoint", "load_checkpoint")
 def test_an_unknown_format_lists_the_known(platform, tmp_path):
     with pytest.raises(ValueError, match=r"save_checkpoint: unknown ckpt_format 'onnx'; known are safetensors, .*ckpt"):

@@ -126,7 +126,10 @@ def _line(stats: SwapStats, first_step: FirstStep, peak_bytes: int | None) -> st
     if kept:
         words += f"; stayed where it was: {kept}"
     if first_step.predicted is not None:
-        words += f"; predicted peak {show_bytes(first_step.predicted.with_bytes)}"
+        predicted = f"predicted peak {show_bytes(first_step.predicted.with_bytes)}"
+        words += (
+            "" if predicted in memory else f"; {predicted}"
+        )  # where nothing was measured, it is what memory fell to
     return words
 
 

@@ -85,6 +85,18 @@ class FunctionModule:
         self.fn = fn
 
 
+def _check_callable(who: str, module: Any, traits: ModuleTraits) -> None:
+    """Refuse what cannot be one region's function: a class of modules, a container, any other value."""
+    if isinstance(module, type) and issubclass(module, traits.base):
+        name = module.__name__
+        raise TypeError(f"{who}: {name} is a class of {traits.noun}s; wrap one that was made, such as {name}(...)")
+    if isinstance(module, list | tuple | dict):
+        kind = type(module).__name__
+        raise TypeError(f"{who}: expected a {traits.noun} or a callable, got a {kind}; wrap each {traits.noun} in it")
+    if not callable(module):
+        raise TypeError(f"{who}: expected a {traits.noun} or a callable, got {module!r}")
+
+
 class ModuleWrapper(OwnAttributes):
     """The base of every wrapper; comes before the framework's class of modules."""
 
@@ -96,8 +108,7 @@ class ModuleWrapper(OwnAttributes):
     def __init__(self, module: Module | Callable[..., Any]) -> None:
         traits = self._wrapper_traits
         if not isinstance(module, traits.base):
-            if not callable(module):
-                raise TypeError(f"{type(self).__name__}: expected a {traits.noun} or a callable, got {module!r}")
+            _check_callable(type(self).__name__, module, traits)
             module = traits.from_function(module)
         super().__init__()
         for name in traits.looked_up:

@@ -35,11 +35,13 @@ def check_format(ckpt_format: str, known: tuple[str, ...], *, member: str) -> st
 @contextlib.contextmanager
 def replacing(file_path: str | os.PathLike[str]) -> Iterator[Path]:
     """Give a temporary path to write to; rename it over ``file_path`` if the block ends well, else remove it."""
-    target = Path(file_path)
+    target = Path(os.path.realpath(file_path))  # of a link, the file: the link stays
     if not target.parent.is_dir():
         raise CheckpointFileError(f"save_checkpoint: cannot write {target}; because its folder does not exist; make it")
     if target.is_dir():
         raise CheckpointFileError(f"save_checkpoint: cannot write {target}; because it is a folder; name a file in it")
+    if target.exists() and not target.is_file():
+        raise CheckpointFileError(f"save_checkpoint: cannot write {target}; because it is no regular file; name one")
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
     os.close(handle)
     temporary = Path(name)

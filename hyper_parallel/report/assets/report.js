@@ -142,10 +142,7 @@
       svg("text", { x: X0 - 8, y: y(tick) + 4, "text-anchor": "end" }, root, bytes(tick));
     }
     root.appendChild(body);
-    if (budget) {
-      svg("line", { x1: X0, x2: X1, y1: y(budget), y2: y(budget), stroke: "var(--bad)", "stroke-dasharray": "5 4" }, body);
-      svg("text", { x: X1 - 4, y: y(budget) - 5, "text-anchor": "end", style: "fill: var(--bad)" }, body, `budget ${bytes(budget)}`);
-    }
+    if (budget) svg("line", { x1: X0, x2: X1, y1: y(budget), y2: y(budget), stroke: "var(--bad)", "stroke-dasharray": "5 4" }, body);
     for (const { step, at: index } of steps) {
       const { times_us: times, nbytes } = step.memory;
       const path = times.map((us, i) => `${i ? "L" : "M"}${x(us).toFixed(1)} ${y(nbytes[i]).toFixed(1)}`).join("");
@@ -154,6 +151,8 @@
       const dot = svg("circle", { cx: x(times[peak]), cy: y(nbytes[peak]), r: 4.5, fill: colour(index), stroke: "var(--panel)", "stroke-width": 1.5 }, body);
       hover(dot, `${step.name}: peak ${bytes(nbytes[peak])} at ${time(times[peak])}\n${step.peak_where || ""}`);
     }
+    // Above the curves, with a rim: on a phone they cross the label.
+    if (budget) svg("text", { x: X1 - 4, y: y(budget) - 5, "text-anchor": "end", style: "fill: var(--bad); stroke: var(--panel); stroke-width: 3px; paint-order: stroke" }, body, `budget ${bytes(budget)}`);
     const cross = svg("line", { y1: 8, y2: bottom, stroke: "var(--soft)", "stroke-dasharray": "2 3", visibility: "hidden" }, root);
     root.addEventListener("mousemove", (event) => {
       const us = at(event);

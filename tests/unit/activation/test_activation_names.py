@@ -76,7 +76,7 @@ def test_the_explicit_interface_is_imported_from_one_module(name: str) -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(AttributeError, match=r"has no attribute 'swop'; it has .*swap_wrapper"):
+    with pytest.raises(AttributeError, match=r"has no attribute 'swop'; did you mean swap\? It has .*swap_wrapper"):
         _ = hp.swop
 
 

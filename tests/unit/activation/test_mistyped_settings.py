@@ -122,3 +122,13 @@ def test_an_op_that_is_registered_later_is_known_then() -> None:
         return x * 2
 
     hp.checkpoint_wrapper(_TakesAnything(), policy_fn=["hyper_parallel_late.doubled"])
+
+
+@pytest.mark.parametrize("wrap", [hp.checkpoint_wrapper, hp.swap_wrapper])
+def test_a_class_or_a_list_of_modules_is_refused_with_what_to_wrap(wrap: Any) -> None:
+    with pytest.raises(TypeError, match=r"_TakesAnything is a class of modules; wrap one that was made, such as"):
+        wrap(_TakesAnything)
+    with pytest.raises(TypeError, match=r"expected a module or a callable, got a list; wrap each module in it"):
+        wrap([_TakesAnything()])
+    with pytest.raises(TypeError, match=r"expected a module or a callable, got 3"):
+        wrap(3)

@@ -96,7 +96,7 @@ def test_what_is_not_understood_is_usage(arguments: list[str], capsys: pytest.Ca
         (["profile", "half_models:raises", "-o", "."], 1, "cannot write .: it is a folder; name a file in it"),
         (["plan", "half_models:raises", "--budget", "1GiB", "-o", "no/p.json"], 1, "there is no folder no"),
         (["bench", "half_models:raises", "--html", "no/r.html"], 1, "cannot write no/r.html: there is no folder no"),
-        (["bench", "half_models:raises", "--ways", "swop"], 2, "out of none, recompute"),
+        (["bench", "half_models:raises", "--ways", "swop"], 2, "known are none, recompute"),
         (["bench", "half_models:raises", "--ways", "none,none"], 2, "each way at most once"),
         (["bench", "half_models:raises", "--ways", "auto"], 2, "auto needs a --budget"),
         (["demo", "--disk-path", "no"], 2, "--disk-path: there is no folder no; name one on the disk to use"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from hyper_parallel._version import TESTED_TORCH
 from hyper_parallel.backends.torch import native
 from hyper_parallel.backends.torch.machine import Accelerator, DiskSpeed, disk_speed
+from hyper_parallel.cli import doctor
 from hyper_parallel.cli.command_line import main
 from hyper_parallel.cli.doctor import Machine, examined, findings
 
@@ -92,6 +94,26 @@ def test_without_torch_only_that_is_said() -> None:
     assert rest == []
 
 
+@pytest.mark.parametrize(
+    ("facts", "code"),
+    [
+        ({}, 0),
+        ({"chosen_platform": "torch"}, 0),
+        ({"chosen_platform": "jax"}, 1),
+        ({"chosen_platform": "mindspore"}, 1),
+        ({"torch_problem": "no torch"}, 1),
+        ({"torch_problem": "no torch", "packages": {"mindspore": "2.10.0"}}, 0),
+        ({"torch_problem": "no torch", "packages": {"mindspore": "2.10.0"}, "chosen_platform": "torch"}, 1),
+    ],
+)
+def test_the_exit_code_says_whether_a_framework_can_be_used(
+    facts: dict[str, Any], code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "examined", lambda *_: dataclasses.replace(HOST, **facts))
+    assert main(["doctor"]) == code
+    assert "What works here" in capsys.readouterr().out
+
+
 def test_a_disk_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     machine = examined(str(tmp_path / "nowhere"))
     assert machine.disk is None
@@ -127,8 +149,8 @@ def test_a_tape_is_named_with_the_reason_why_there_is_none() -> None:
     )
 
 
-def doctors_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> Any:
-    assert main(["doctor", "--disk-path", str(tmp_path), "--json", *options]) == 0
+def doctors_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str], *, code: int = 0) -> Any:
+    assert main(["doctor", "--disk-path", str(tmp_path), "--json"]) == code
     return json.loads(capsys.readouterr().out)
 
 
@@ -176,9 +198,10 @@ def test_on_mindspore_nothing_is_said_of_a_recorder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HYPER_PARALLEL_PLATFORM", "mindspore")
-    assert main(["doctor", "--disk-path", str(tmp_path)]) == 0
+    code = 0 if importlib.util.find_spec("mindspore") else 1
+    assert main(["doctor", "--disk-path", str(tmp_path)]) == code
     said = capsys.readouterr()
     assert "recorder" not in said.out + said.err
     assert "tape" not in said.out
-    machine = doctors_answer(tmp_path, capsys)["machine"]
+    machine = doctors_answer(tmp_path, capsys, code=code)["machine"]
     assert (machine["recorder"], machine["recorder_problem"]) == ("", "")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hyper_parallel.cli import doctor
 from hyper_parallel.cli.command_line import build_parser, main
 from hyper_parallel.cli.completion import choices_of, options_of, script_for
 from hyper_parallel.cli.console import Console
@@ -32,13 +33,20 @@ def make():
 
 @pytest.mark.parametrize(
     ("arguments", "meant"),
-    [(["dmeo"], "demo"), (["repotr", "run.json"], "report"), (["plan", "a:b", "--buget", "1GiB"], "--budget")],
+    [
+        (["dmeo"], "demo"),
+        (["repotr", "run.json"], "report"),
+        (["plan", "a:b", "--buget", "1GiB", "--budget", "1"], "--budget"),
+        (["plan", "a:b", "--buget=1GiB"], "--budget"),  # argparse complains that --budget is missing
+        (["demo", "--size", "tny"], "tiny"),
+        (["completion", "bsh"], "bash"),
+    ],
 )
 def test_a_mistyped_command_or_option_is_answered_with_what_was_meant(
     arguments: list[str], meant: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match=r"^2$"):
-        main([*arguments, *(["--budget", "1"] if meant == "--budget" else [])])
+        main(arguments)
     assert f"did you mean {meant}" in capsys.readouterr().err
 
 
@@ -94,6 +102,50 @@ def test_no_message_suggests_a_command_that_needs_a_package_index_to_know_us() -
     source = Path(sys.modules["hyper_parallel"].__file__ or "").parent
     wrong = [path for path in source.rglob("*.py") if re.search(r"pip install '?hyper-parallel", path.read_text())]
     assert wrong == []
+
+
+def test_a_mistyped_way_or_factory_is_answered_with_what_was_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "cpu_model", raising=False)
+    (tmp_path / "cpu_model.py").write_text(CPU_MODEL)
+    assert main(["bench", "cpu_model:make", "--simulate", "--ways", "none,recomput"]) == 2
+    assert "there is no way 'recomput'; did you mean recompute?" in capsys.readouterr().err
+    assert main(["bench", "cpu_model:mke", "--simulate"]) == 1
+    assert "cpu_model has no function 'mke'; did you mean make? it has make" in capsys.readouterr().err
+
+
+def test_a_demo_without_torch_leaves_no_folder(tmp_path: Path) -> None:
+    script = "import sys; sys.modules['torch'] = None\nfrom hyper_parallel.cli import main\nsys.exit(main(['demo']))\n"
+    source = str(Path(sys.modules["hyper_parallel"].__file__ or "").parents[1])
+    environment = {**os.environ, "PYTHONPATH": source}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 1
+    assert "pip install torch" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_that_a_package_answers_with_another_error_is_still_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*_: object) -> int:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise RecursionError("an import that was interrupted") from None
+        return 0
+
+    monkeypatch.setattr(doctor, "run", run)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert main(["doctor"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "hyper-parallel doctor: interrupted\n"
 
 
 def test_a_model_on_the_cpu_is_answered_with_the_option_that_it_needs(
@@ -153,7 +205,7 @@ def test_no_time_left_is_guessed_where_the_parts_are_not_known(capsys: pytest.Ca
     with Console(is_plain=True).progress("x", 2, shares=[1.0, 1.0]) as advance:
         advance("a")
         advance("b")
-    assert "about a few seconds left" in capsys.readouterr().err
+    assert capsys.readouterr().err == "[1/2] a\n[2/2] b (a few seconds left)\n"
 
 
 def test_a_long_wait_shows_that_it_goes_on(capsys: pytest.CaptureFixture[str]) -> None:

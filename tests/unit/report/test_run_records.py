@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +126,19 @@ def test_a_malformed_file_of_schema_1_is_refused(field: str, value: Any, tmp_pat
     (tmp_path / "run.json").write_text(json.dumps(data))
     with pytest.raises(PlanError, match=r"is not a RunRecord that can be read"):
         RunRecord.load(tmp_path / "run.json")
+
+
+def test_a_link_stays_a_link_and_what_is_no_file_is_written_to_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "link.json").symlink_to(tmp_path / "run.json")
+    small_run().save(tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink()
+    assert RunRecord.load(tmp_path / "run.json") == small_run()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text()), daemon=True)
+    reader.start()
+    small_run().save(pipe)
+    reader.join(timeout=600)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    assert read == [(tmp_path / "run.json").read_text()]
