@@ -87,5 +87,7 @@ def refuse_second_order(where: str) -> None:
     if backward is not None and backward == _THIS_THREAD.second_order:
         raise ActivationError(
             f"{where}: cannot give a second derivative, because MindSpore loses the history of values that were kept or "
-            "swapped by us. Use checkpoint without a policy and without swap_inputs there, or leave the wrapper off."
+            "swapped by us. Use checkpoint without a policy and without swap_inputs there, or leave the wrapper off. If this "
+            "step takes first derivatives only and an error ended the step before it, MindSpore was still recording: call "
+            "hyper_parallel.platform.mindspore.compat.end_failed_gradient() after catching such an error."
         )

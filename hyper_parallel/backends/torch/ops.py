@@ -18,7 +18,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from hyper_parallel.platform.torch import compat
 
-__all__ = ["KNOWN", "OpFacts", "facts_of", "is_weight_cast"]
+__all__ = ["KNOWN", "OpFacts", "facts_of", "is_weight_cast", "move_versions"]
 
 
 _SILENT_VIEWS = frozenset(
@@ -45,6 +45,7 @@ class OpFacts:
     may_draw: bool = False  # random, or written outside torch: such an op does not say whether it draws
     writes: tuple[int | str, ...] = ()  # the arguments it changes, by position or keyword
     writes_anything: bool = False  # its schema does not say which
+    writes_lists: bool = False  # see move_versions
     may_be_weight_cast: bool = False  # see is_weight_cast
     can_run_again: bool = True  # False: other ranks take part in it, and do not run it again
 
@@ -84,7 +85,8 @@ def _examined(op: Any) -> OpFacts:
         if argument.alias_info is not None and argument.alias_info.is_write
     )
     if schema.is_mutable:
-        return OpFacts(replay_reason="in_place", is_random=is_random, writes=writes)
+        writes_lists = op.overloadpacket.__name__.startswith("_foreach_")
+        return OpFacts(replay_reason="in_place", is_random=is_random, writes=writes, writes_lists=writes_lists)
     if any(result.alias_info is not None for result in schema.returns) or op in _SILENT_VIEWS:
         return OpFacts(replay_reason="view", is_random=is_random)
     if _is_factory(op, schema):
@@ -99,6 +101,17 @@ def is_weight_cast(args: Any) -> bool:
     """
     source = args[0]
     return isinstance(source, torch.nn.Parameter) or (source.requires_grad and source.is_leaf)
+
+
+def move_versions(facts: OpFacts, args: Any, kwargs: dict[str, Any]) -> None:
+    """Move the versions of the tensors that a ``_foreach`` op writes.
+
+    Torch does that itself, except under a dispatch mode.
+    """
+    for at in facts.writes:
+        written = kwargs.get(at) if isinstance(at, str) else args[at] if at < len(args) else None
+        if isinstance(written, list | tuple):
+            torch.autograd.graph.increment_version([tensor for tensor in written if not tensor.is_inference()])
 
 
 def _is_factory(op: Any, schema: Any) -> bool:  # torch._ops.OpOverload, torch.FunctionSchema

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hyper_parallel.backends.torch.ops import KNOWN, OpFacts, facts_of, is_weight_cast
+from hyper_parallel.backends.torch.ops import KNOWN, OpFacts, facts_of, is_weight_cast, move_versions
 from hyper_parallel.backends.torch.random_state import RandomState
 from hyper_parallel.backends.torch.saved_tensors import TorchPacker
 from hyper_parallel.backends.torch.storages import bytes_of, tensors_in
@@ -91,6 +91,8 @@ class ForwardMode(RegionForward, _RegionMode):
             return facts.run(*args, **kwargs)
         if (facts.writes or facts.writes_anything) and not self._region.allows_mutation:
             self._protect(facts, args, kwargs)
+        if facts.writes_lists:
+            move_versions(facts, args, kwargs)
         if _current_task() != self._task:  # rule 6
             return facts.run(*args, **kwargs)
         entries = self._entries.get(key)

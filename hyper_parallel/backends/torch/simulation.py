@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyper_parallel.backends.torch.devices import hide_from_modes, host_view, profiler_range
-from hyper_parallel.backends.torch.ops import facts_of
+from hyper_parallel.backends.torch.ops import facts_of, move_versions
 from hyper_parallel.backends.torch.storages import unseen
 from hyper_parallel.core.activation_checkpoint.adapter import FlatBytes
 from hyper_parallel.platform.torch import compat
@@ -101,13 +101,15 @@ class _Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         self._backend.before_op()
         facts = facts_of(op)
-        written = {id(_argument(args, kwargs, at)) for at in facts.writes}
+        written = {id(tensor) for at in facts.writes for tensor in _tensors(_argument(args, kwargs, at))}
         inputs = [leaf for leaf in _tensors((args, kwargs)) if _has_storage(leaf)]
         if not facts.is_ignored and facts.replay_reason != "view":
             for tensor in inputs:
                 storage = tensor.untyped_storage()
                 self._backend.check_read(storage._cdata, storage.nbytes(), what=str(op))
         output = op(*args, **kwargs)
+        if facts.writes_lists:
+            move_versions(facts, args, kwargs)
         for tensor in inputs:
             self._touch(tensor.untyped_storage(), is_write=id(tensor) in written, what=str(op))
         shared = {tensor.untyped_storage()._cdata for tensor in inputs}

@@ -249,7 +249,66 @@ def _random_source_of(value: Any) -> RandomSource | None:
 
 def _is_of_python(kind: type) -> bool:
     """Whether an object is the standard library's: an event, a lock, a queue or a logger is not a model's state."""
-    return kind.__module__.partition(".")[0] in sys.stdlib_module_names and kind is not types.SimpleNamespace
+    return kind.__module__.partition(".")[0] in sys.stdlib_module_names and kind not in _OPEN
+
+
+_OPEN: Final = frozenset({types.SimpleNamespace, collections.UserDict, collections.UserList, collections.ChainMap})
+"""Classes of the standard library whose objects hold what a model puts there."""
+
+
+@functools.lru_cache(maxsize=256)
+def _slots_of(kind: type) -> tuple[str, ...]:
+    """The names that the classes of an object keep in slots."""
+    found: list[str] = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        names = (slots,) if isinstance(slots, str) else tuple(slots)
+        for name in names:
+            mangled = (
+                f"_{base.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
+            )
+            if isinstance(vars(base).get(mangled), types.MemberDescriptorType):
+                found.append(mangled)
+    return tuple(found)
+
+
+class _Slots:
+    """The names that an object keeps in slots."""
+
+    __slots__ = ("_before", "_is_open", "_names", "_object")
+
+    def __init__(self, value: Any, names: tuple[str, ...]) -> None:
+        self._object = value
+        self._names = names
+        self._before = self._now()  # all of them; after forward, what a replay may find changed
+        self._is_open = True
+
+    def _now(self) -> dict[str, Any]:
+        return {name: getattr(self._object, name, _MISSING) for name in self._names}
+
+    def values(self) -> tuple[Any, ...]:
+        return tuple(value for value in self._before.values() if value is not _MISSING)
+
+    def keep_changes(self) -> bool:
+        if self._is_open:
+            self._is_open = False
+            now = self._now()
+            self._before = {
+                name: value for name, value in self._before.items() if value is not now[name] or type(value) in _HELD
+            }
+        return True
+
+    def put_back(self) -> Undo:
+        now = self._now()
+        self._fill(self._before)
+        return functools.partial(self._fill, now)
+
+    def _fill(self, wanted: dict[str, Any]) -> None:
+        for name, value in wanted.items():
+            if value is not _MISSING:
+                object.__setattr__(self._object, name, value)
+            elif getattr(self._object, name, _MISSING) is not _MISSING:
+                object.__delattr__(self._object, name)
 
 
 class PythonState:
@@ -290,8 +349,21 @@ class PythonState:
             if self._keeps_random_state:
                 self._remembered.append(_Draws(value, source))
             return ()
+        if isinstance(value, type | enum.Enum) or _is_of_python(kind):
+            return ()
+        return (*self._remember_slots(value, kind), *self._remember_dict(value))
+
+    def _remember_slots(self, value: Any, kind: type) -> tuple[Any, ...]:
+        slots = _slots_of(kind)
+        if not slots:
+            return ()
+        state = _Slots(value, slots)
+        self._remembered.append(state)
+        return state.values()
+
+    def _remember_dict(self, value: Any) -> tuple[Any, ...]:
         names = getattr(value, "__dict__", None)
-        if type(names) is not dict or isinstance(value, type | enum.Enum) or _is_of_python(kind):
+        if type(names) is not dict:
             return ()
         self._remembered.append(_Names(names))
         return tuple(names.values())

@@ -23,6 +23,7 @@ from hyper_parallel.errors import InPlaceChangeError
 __all__ = ["COPIED_BYTES", "SMALL_BYTES", "GeneratorSource", "Place", "RegionStateBase", "changed_in_place"]
 
 COPIED_BYTES: Final = 16 << 20  # of the state of modules, per call of a region
+_MISSING: Final = object()  # in place of a tensor that is no longer there
 SMALL_BYTES: Final = 64 << 10  # a copy of a buffer of this size may be made or kept although forward does not write it
 
 
@@ -191,6 +192,8 @@ class RegionStateBase(abc.ABC):
             self._flags.append((module, module.training))
         if not type(module).__module__.startswith(self.packages_without_state):
             self._remember_attributes(module)
+        elif not is_wrapper:
+            self._remember_tensor_attributes(module)
         for places in () if is_wrapper else self._tables(module):
             for key, value in places.items():
                 if self._has_place(value):
@@ -212,6 +215,13 @@ class RegionStateBase(abc.ABC):
                 self._remember((value,))
             else:
                 self._remember_items(value)
+
+    def _remember_tensor_attributes(self, module: Any) -> None:
+        """Remember the tensors that others set as attributes of a framework's module, such as a weight in place of its own."""
+        names = module.__dict__
+        for key, value in names.items():
+            if type(value) is self.tensor_class and self._has_place(value):
+                self._places.append(Place(module, names, key, value))
 
     def _is_module(self, value: Any) -> bool:
         return isinstance(value, self.module_class)
@@ -265,8 +275,8 @@ class RegionStateBase(abc.ABC):
             module.training = trained
         displaced: list[tuple[dict[str, Any], str, Any]] = []
         for place in self._places:
-            now = place.names.get(place.key)
-            if not self._is_managed(now) and not self._is_managed(place.tensor):
+            now = place.names.get(place.key, _MISSING)
+            if not self._is_managed(None if now is _MISSING else now) and not self._is_managed(place.tensor):
                 before = place.bytes_before
                 stand_in = place.tensor if before is None else self._copied(before, place)
                 if stand_in is not now:
@@ -275,7 +285,10 @@ class RegionStateBase(abc.ABC):
 
         def undo() -> None:
             for names, key, now in reversed(displaced):
-                names[key] = now
+                if now is _MISSING:
+                    names.pop(key, None)
+                else:
+                    names[key] = now
             for module, trained in switched:
                 module.training = not trained
             undo_python()

@@ -62,6 +62,7 @@ class SwapTensor:
         self.funcname = funcname
         self.val: Any = val
         self._does_not_move = False
+        self._is_duplicate = False
         self._shares_with: SwapTensor | None = None
         self._tensors: TensorAdapter | None = None
         self._record: Record | None = None
@@ -88,7 +89,7 @@ class SwapTensor:
         has_device_bytes = owner._record is not None and owner._record.device_bytes is not None
         return (
             f"SwapTensor({self.funcname!r}, state={self._state!r}, storage_size={self.storage_size}, "
-            f"is_shared={self._shares_with is not None}, moves={not self._does_not_move}, "
+            f"is_shared={self._is_duplicate}, moves={not self._does_not_move}, "
             f"has_device_bytes={has_device_bytes})"
         )
 
@@ -123,6 +124,7 @@ class SwapTensor:
     def mark_duplicate_swap(self, primary: SwapTensor | None = None) -> None:
         """These bytes move with another swap tensor; this one stays, or follows ``primary`` when it is given."""
         self._does_not_move = True
+        self._is_duplicate = primary is not self
         if primary is not None and primary is not self and primary._record is not None:
             self._shares_with = primary
             self.val = None

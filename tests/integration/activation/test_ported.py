@@ -201,6 +201,12 @@ def test_a_storage_is_filled_without_being_asked_for() -> None:
         group.launch_load(None)
         group.wait_load()
         assert torch.equal(first.get_val(), torch.ones(4))
+    with simulated_accelerator(**SMALL):
+        values = torch.ones(8)
+        storage = Storage()
+        storage.swap_storage[0].append([SwapTensor(values, "mm"), SwapTensor(values.view(2, 4), "view")])
+        assert storage.mark_duplicate_swaps(set()) == 1
+        assert ["is_shared=True" in repr(tensor) for tensor in storage.iter_swap_tensors()] == [False, True]
     assert repr(SwapTensor(3, "item")) == "SwapTensor('item', state='non_tensor')"
 
 

@@ -227,6 +227,22 @@ def test_a_refusal_names_weights_that_the_step_changed_by_hand() -> None:
             hp.fit_memory(model, training_step, budget, steps=1)
 
 
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_weights_that_the_step_changed_through_data_are_named(is_strided: bool) -> None:
+    """Which moves no version."""
+    model, step = transformer()
+    if is_strided:
+        model.head.weight = torch.nn.Parameter(model.head.weight.detach().t().contiguous().t())
+
+    def training_step() -> None:
+        step()
+        model.head.weight.data -= 0.1 * model.head.weight.grad
+
+    for budget, error in ((1, BudgetTooSmallError), (2**40, PlanError)):
+        with simulated_accelerator(), pytest.raises(error, match=r"parameters were changed \(head\.weight\)"):
+            hp.fit_memory(model, training_step, budget, steps=1)
+
+
 def test_another_models_optimizer_may_step() -> None:
     model, step = transformer()
     other = nn.Linear(2, 2)

@@ -5,7 +5,8 @@ down; large values on the host, so that the device's peak is not ours. After: ev
 
 Parameters and optimizer states are not copied: they may be larger than the host's memory. An optimizer is stopped before
 its first step changes anything, and that is an error. Parameters that the step changes by hand cannot be put back; whatever
-else ends the trial, its error names them too.
+else ends the trial, its error names them too. A change through ``.data`` moves no version, so some values of each parameter
+are compared as well.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import contextlib
 import random
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -28,6 +29,8 @@ from hyper_parallel.errors import HyperParallelError, PlanError
 
 __all__ = ["guarded", "restored_after"]
 
+_COMPARED: Final = 4096  # values of each parameter, evenly spaced
+
 
 class _Snapshot:
     """What a trial step may change."""
@@ -39,6 +42,7 @@ class _Snapshot:
         self._parameters = list(model.named_parameters(remove_duplicate=False))
         self._versions = {name: parameter._version for name, parameter in self._parameters}
         with unseen():
+            self._values = {name: _some_values(parameter) for name, parameter in self._parameters}
             self._gradients = [_Value.of(parameter.grad) for _, parameter in self._parameters]
             self._buffers = [
                 (owner, name, _Value.of(buffer))
@@ -72,11 +76,12 @@ class _Snapshot:
         found = []
         now = dict(self._model.named_parameters(remove_duplicate=False))
         replaced = [name for name, parameter in self._parameters if now.get(name) is not parameter]
-        changed = [
-            name
-            for name, parameter in self._parameters
-            if name not in replaced and parameter._version != self._versions[name]
-        ]
+        with unseen():
+            changed = [
+                name
+                for name, parameter in self._parameters
+                if name not in replaced and self._is_changed(name, parameter)
+            ]
         if changed:
             found.append(f"parameters were changed ({_some(changed)})")
         if replaced:
@@ -86,6 +91,12 @@ class _Snapshot:
             differ = sorted({path for path, *_ in set(after) ^ set(self._modules)})
             found.append(f"the module tree or its training flags changed ({_some(differ)})")
         return found
+
+    def _is_changed(self, name: str, parameter: nn.Parameter) -> bool:
+        if parameter._version != self._versions[name]:
+            return True
+        before, now = self._values[name], _some_values(parameter)
+        return before is not now and (before is None or now is None or not torch.equal(before, now))
 
 
 class _Value:
@@ -110,6 +121,19 @@ class _Value:
 def _local(tensor: Any) -> torch.Tensor:
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)  # a sharded tensor's own part
     return local
+
+
+def _some_values(parameter: nn.Parameter) -> torch.Tensor | None:
+    """Evenly spaced values of a parameter as integers, on the host; None where there are no plain values to look at."""
+    local = _local(parameter).detach()
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(local.dtype.itemsize)
+    is_plain = type(local) in (torch.Tensor, nn.Parameter) and local.layout is torch.strided
+    if not is_plain or local.is_meta or integers is None or not local.numel():
+        return None
+    if local.is_contiguous():
+        return local.view(-1)[:: -(-local.numel() // _COMPARED)].to("cpu", copy=True).view(integers)
+    rows = local[:: -(-local.shape[0] // _COMPARED)]
+    return rows.to("cpu", copy=True).reshape(-1)[:_COMPARED].view(integers)
 
 
 def _some(names: list[str]) -> str:
