@@ -22,6 +22,7 @@
         PlanError                                           a plan that cannot be made or applied
           BudgetTooSmallError                               no plan fits; names the smallest peak found
     UserWarning
+      CompileWarning                                        compiled code saves what it was to swap
       PlanWarning                                           a batch longer than a plan knows; a stored plan that cannot be used
       SwapStateWarning                                      an explicit swap call in the wrong state; nothing was changed
 
@@ -36,6 +37,7 @@ __all__ = [
     "BudgetTooSmallError",
     "CaptureError",
     "CheckpointFileError",
+    "CompileWarning",
     "CorruptDataError",
     "DiskTierError",
     "FarMemoryError",
@@ -161,6 +163,10 @@ def again(error: E) -> E:
 
 class PlanWarning(UserWarning):
     """A batch that is longer than the one a plan was fitted on, or a stored plan that cannot be used."""
+
+
+class CompileWarning(UserWarning):
+    """Compiled code does less than was asked for: what it should swap stays on the device."""
 
 
 class SwapStateWarning(UserWarning):

@@ -3,26 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
+from hyper_parallel.backends.torch.graph_regions import InGraph, graph_region
 from hyper_parallel.backends.torch.planner.blocks import find_blocks, require_module
 from hyper_parallel.backends.torch.planner.replacements import AppliedBlocks, Replacements
 from hyper_parallel.core.activation_checkpoint import checkpoint, swap
+from hyper_parallel.core.activation_checkpoint.policy import as_op_policy
 from hyper_parallel.planner.backend import Model
 
-Output = TypeVar("Output")
-
-__all__ = ["replace_blocks", "swapped", "with_policy"]
+__all__ = ["WithPolicy", "replace_blocks", "swapped"]
 
 
-def swapped(function: Callable[..., Output], *args: Any, **kwargs: Any) -> Output:
-    """Run a block; what it saves for backward is swapped."""
-    return swap(function, *args, **kwargs)
+class _Swapped:
+    """Runs a block; what it saves for backward is swapped."""
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+        return swap(function, *args, **kwargs)
+
+    def in_graph(self, label: str) -> InGraph:
+        """The same in a traced graph."""
+        return InGraph(region=None, bound={})
+
+    def __reduce__(self) -> str:
+        return "swapped"
 
 
-def with_policy(function: Callable[..., Output], *args: Any, policy_fn: Any, **kwargs: Any) -> Output:
-    """Run a block as a region that follows the policy; its inputs are swapped."""
-    return checkpoint(function, *args, policy_fn=policy_fn, swap_inputs=True, **kwargs)
+swapped = _Swapped()
+
+
+class WithPolicy:
+    """Runs a block as a region that follows the policy; its inputs are swapped."""
+
+    def __init__(self, policy_fn: Any) -> None:
+        self._policy = as_op_policy(policy_fn, where="apply")
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the function as a region."""
+        return checkpoint(function, *args, policy_fn=self._policy, swap_inputs=True, **kwargs)
+
+    def in_graph(self, label: str) -> InGraph:
+        """The same in a traced graph."""
+        return InGraph(region=graph_region(self._policy, f"policy on {label}", swaps_inputs=True), bound={})
 
 
 def replace_blocks(model: Model, region: Callable[..., Any], *, blocks: str | Sequence[str] | None) -> AppliedBlocks:
@@ -31,7 +54,7 @@ def replace_blocks(model: Model, region: Callable[..., Any], *, blocks: str | Se
     replacements = Replacements(model)
     try:
         for block in found:
-            replacements.wrap(block.name, block.module, region, may_be_compiled=region is swapped)
+            replacements.wrap(block.name, block.module, region, may_be_compiled=region is swapped, may_be_in_graph=True)
     except BaseException:
         replacements.restore()
         raise

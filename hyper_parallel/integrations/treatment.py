@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -87,9 +86,9 @@ class Treatment:
             return apply_rules(model, {"*::*": "recompute"}, blocks=self.blocks)
         if isinstance(self.what, Mapping) or (isinstance(self.what, str) and self.what in PRESETS):
             return apply_rules(model, self.what, blocks=self.blocks)
-        from hyper_parallel.integrations.regions import replace_blocks, swapped, with_policy
+        from hyper_parallel.integrations.regions import WithPolicy, replace_blocks, swapped
 
-        region = swapped if self.what == "swap" else functools.partial(with_policy, policy_fn=self.what)
+        region = swapped if self.what == "swap" else WithPolicy(self.what)
         return replace_blocks(model, region, blocks=self.blocks)
 
 

@@ -12,8 +12,9 @@ from typing import Any, Final, TypeVar
 __all__ = ["EAGER_REASON", "run_eagerly"]
 
 EAGER_REASON: Final = (
-    "hyper_parallel regions run eagerly: torch.compile breaks the graph here. Compile the module inside the wrapper instead "
-    "(checkpoint_wrapper(torch.compile(layer))) to have both."
+    "hyper_parallel.checkpoint, hyper_parallel.swap and wrappers with a context_fn run eagerly: torch.compile breaks the graph "
+    "here. Use checkpoint_wrapper(layer) instead, which becomes a part of the graph, or compile the module inside the wrapper: "
+    "checkpoint_wrapper(torch.compile(layer)), swap_wrapper(torch.compile(layer))."
 )
 
 Fn = TypeVar("Fn", bound=Callable[..., Any])

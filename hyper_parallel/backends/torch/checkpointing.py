@@ -159,6 +159,10 @@ def checkpoint(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any
     return _CALLS.checkpoint(function, *args, **keywords)
 
 
+# A wrapper with one of these functions puts its region into a traced graph (graph_regions.py).
+checkpoint.is_traced_by_torch = framework_checkpoint.is_traced_by_torch = True  # type: ignore[attr-defined]
+
+
 @compat.run_eagerly(EAGER_REASON)
 def swap(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     """See ``hyper_parallel.swap``."""

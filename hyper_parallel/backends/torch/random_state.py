@@ -41,6 +41,14 @@ class RandomState:
         sources: list[Source] = [*given, *(device for device in drawn if device.type != "meta")]
         return cls({source: _state_of(source) for source in sources})
 
+    @classmethod
+    def of_devices(cls) -> RandomState:
+        """The states of the generators of the host and of the current accelerator."""
+        devices = [_CPU]
+        if torch.accelerator.is_available():
+            devices.append(_indexed(torch.device(torch.accelerator.current_accelerator() or _CPU)))
+        return cls({device: _state_of(device) for device in devices})
+
     def restore(self, displaced: Displaced) -> None:
         """Put the generators back to it; how to undo that goes to ``displaced``, once for each of them."""
         for source, state in self._states.items():

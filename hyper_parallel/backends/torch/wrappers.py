@@ -15,11 +15,14 @@ import torch
 from torch import nn
 
 from hyper_parallel.backends.torch.checkpointing import checkpoint, swap
+from hyper_parallel.backends.torch.compiled_calls import NOT_COMPILED, call_compiled
+from hyper_parallel.backends.torch.graph_regions import InGraph, region_in_graph, run_in_graph, warn_of_saved_swaps
 from hyper_parallel.backends.torch.saved_tensors import TensorPolicy
 from hyper_parallel.backends.torch.tensor_adapter import TENSORS
 from hyper_parallel.backends.torch.tracing import is_exporting, node_of_trace, refuse_script
 from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint import wrapper
+from hyper_parallel.core.activation_checkpoint.setting_checks import label_of
 from hyper_parallel.platform.torch import compat
 
 __all__ = ["ActivationWrapper", "CheckpointWrapper", "FuncModule", "SwapWrapper", "checkpoint_wrapper", "swap_wrapper"]
@@ -130,15 +133,48 @@ class CheckpointWrapper(wrapper.CheckpointCalls, ActivationWrapper, is_plain=Tru
     """Every call goes through a checkpoint function, ours unless another is given."""
 
     _checkpoint_function = checkpoint
+    _in_graph: InGraph | None = None
+
+    def __init__(
+        self,
+        module: nn.Module | Callable[..., Any],
+        checkpoint_fn: Callable[..., Any] | None = None,
+        **keywords: Any,
+    ) -> None:
+        super().__init__(module, checkpoint_fn, **keywords)
+        function, keywords, _ = self._settings
+        self._in_graph = region_in_graph(function, keywords, label_of(module, TENSORS))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module under the checkpoint function."""
+        if torch.compiler.is_dynamo_compiling() and not is_exporting():
+            return self._call_in_graph(args, kwargs)
         node = node_of_trace(self, args, kwargs)
         if node is not None:
             return node
         if is_exporting():
             return self._wrapped(*args, **kwargs)
+        in_graph = self._in_graph
+        if in_graph is not None and in_graph.region is not None and torch.is_grad_enabled():
+            output = call_compiled(
+                in_graph.region, self._wrapped, args, {**in_graph.bound, **kwargs}, in_graph.swap_config
+            )
+            if output is not NOT_COMPILED:
+                return output
         return self._call_checkpointed(args, kwargs)
+
+    def _call_in_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same while dynamo traces it (``graph_regions.py``); a checkpoint function of others is traced as it is."""
+        in_graph = self._in_graph
+        if in_graph is None:
+            return self._call_checkpointed(args, kwargs)
+        if in_graph.region is None:
+            return _saved_in_graph(self._wrapped, args, {**in_graph.bound, **kwargs})
+        return run_in_graph(in_graph.region, self._wrapped, args, {**in_graph.bound, **kwargs})
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the wrapped module: what is swapped stays outside of the graph."""
+        self._wrapped.compile(*args, **kwargs)
 
 
 class SwapWrapper(wrapper.SwapCalls, ActivationWrapper, is_plain=True):
@@ -148,12 +184,25 @@ class SwapWrapper(wrapper.SwapCalls, ActivationWrapper, is_plain=True):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module under the swap hooks."""
+        if torch.compiler.is_dynamo_compiling() and not is_exporting():
+            return _saved_in_graph(self._wrapped, args, kwargs)
         node = node_of_trace(self, args, kwargs)
         if node is not None:
             return node
         if is_exporting() or not torch.is_grad_enabled():
             return self._wrapped(*args, **kwargs)
         return self._call_swapped(args, kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the wrapped module: the hooks stay outside of the graph."""
+        self._wrapped.compile(*args, **kwargs)
+
+
+def _saved_in_graph(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call the module in a traced graph, which cannot swap what it saves."""
+    if torch.is_grad_enabled():
+        warn_of_saved_swaps()
+    return module(*args, **kwargs)
 
 
 def checkpoint_wrapper(module: nn.Module | Callable[..., Any], **keywords: Any) -> CheckpointWrapper:

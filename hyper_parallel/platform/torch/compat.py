@@ -7,11 +7,15 @@ What a release of torch changes is adapted here. Private names of torch that all
 from __future__ import annotations
 
 import inspect
+import sys
+import threading
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+import torch.fx.traceback
 import torch.utils.checkpoint
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -25,10 +29,18 @@ __all__ = [
     "bare_op",
     "become",
     "checkpoint",
+    "compiler_of",
+    "constant_in_graph",
+    "end_watch_of_partition",
     "foreach_norm",
     "hooks_around_checkpoint",
     "is_freed",
+    "is_making_graph",
+    "is_tracing_autograd",
+    "mark_outputs",
+    "module_in_graph",
     "new_named_group",
+    "own_code",
     "run_eagerly",
     "selective_mode",
     "set_local_tensor",
@@ -36,6 +48,8 @@ __all__ = [
     "share_composable_state",
     "symmetric_memory",
     "symmetric_memory_backend",
+    "uncompiled",
+    "watch_partition",
     "wrapper_attribute",
 ]
 
@@ -193,6 +207,130 @@ def skip_in_compiler(function: Callable[..., Any]) -> bool:
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     return True
+
+
+def constant_in_graph(function: Fn) -> Fn:
+    """Let dynamo call ``function`` while it traces, and put the result into the graph as a constant."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's function imports the compiler
+    return function
+
+
+def is_tracing_autograd() -> bool:
+    """Whether AOTAutograd runs a graph now, to trace it."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is not None
+
+
+def is_making_graph() -> bool:
+    """Whether the ops that run now become nodes of a graph."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
+_NOT_IN_PATHS = frozenset({"_wrapped", "_orig_mod", "__self__"})
+"""Attributes through which a traced function reaches the module inside a wrapper, ``torch.compile(m)`` or ``m.compile()``."""
+
+
+def module_in_graph() -> str:
+    """The path of the module that the op traced now belongs to, below the traced function or the nearest wrapper of ours."""
+    stack = torch.fx.traceback.get_current_meta().get("nn_module_stack") or {}
+    path: str = next(reversed(stack.values()))[0] if stack else ""
+    names = path.split(".")
+    starts = [at for at, name in enumerate(names, start=1) if name in _NOT_IN_PATHS or name == "L['module']"]
+    return ".".join(names[starts[-1] :]) if starts else ""
+
+
+_MARK = "hyper_parallel_swapped_in_graph"  # in a node's meta: the number of the graph whose hooks swap the value
+
+
+def mark_outputs(ctx: Any, number: int) -> bool:
+    """Mark the nodes that made the output of an op, from inside a selective policy; False where torch does not show them."""
+    output = getattr(ctx, "op_output", None)  # 2.13
+    tracer = getattr(torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY), "tracer", None)
+    nodes = [_node_of(value, tracer) for value in torch.utils._pytree.tree_leaves(output)]
+    for node in nodes:
+        if node is not None:
+            node.meta[_MARK] = number
+    return any(node is not None for node in nodes)
+
+
+def _node_of(value: Any, tracer: Any) -> Any:  # torch.fx.Node | None
+    from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.fx.experimental.proxy_tensor import get_proxy_slot
+
+    if tracer is None or not isinstance(value, FunctionalTensor):
+        return None
+    inner = torch._from_functional_tensor(value.elem)
+    slot = get_proxy_slot(inner, tracer, None)
+    return None if slot is None else slot.proxy.node
+
+
+_WATCHED: list[tuple[int, Any, Any]] = []
+"""The thread that watches, the module of the partitioner and its function, while ours is in its place."""
+
+
+def watch_partition(report: Callable[[tuple[bool, ...]], None], number: int) -> None:
+    """Report, for each value that the graph partitioned next saves through hooks, whether it was marked with ``number``."""
+    from torch._functorch import partitioners
+
+    end_watch_of_partition()
+    extract = getattr(partitioners, "_extract_fwd_bwd_modules", None)
+    if extract is None or _WATCHED:  # another release of torch; another thread compiles
+        return
+
+    def extract_and_report(joint: Any, saved_values: list[Any], *args: Any, **kwargs: Any) -> Any:
+        made = extract(joint, saved_values, *args, **kwargs)
+        seen = [node for node in saved_values if not node.meta.get("saved_tensor_with_no_vc_check", False)]
+        report(tuple(_is_marked(node, number) for node in seen))
+        return made
+
+    _WATCHED.append((threading.get_ident(), partitioners, extract))
+    partitioners._extract_fwd_bwd_modules = extract_and_report  # type: ignore[assignment]
+
+
+def end_watch_of_partition() -> None:
+    """Put torch's own function back, if this thread watches."""
+    if _WATCHED and _WATCHED[-1][0] == threading.get_ident():
+        _, module, extract = _WATCHED.pop()
+        module._extract_fwd_bwd_modules = extract
+
+
+def _is_marked(node: Any, number: int) -> bool:
+    """Whether a node, or what it is a view of, was marked."""
+    while node.meta.get(_MARK) != number:
+        returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+        is_view = any(result.alias_info is not None for result in returns)
+        if not is_view or not node.all_input_nodes:
+            return False
+        node = node.all_input_nodes[0]
+    return True
+
+
+def compiler_of(module: torch.nn.Module) -> Any:  # torch._dynamo.eval_frame._TorchDynamoContext | None
+    """What compiles the whole module: a function that compiles another function with the same settings; None if nothing does."""
+    dynamo: Any = sys.modules.get("torch._dynamo")  # imported by the first torch.compile; importing it takes a second
+    if dynamo is None or not hasattr(dynamo, "OptimizedModule"):  # another thread imports it now
+        return None
+    if isinstance(module, dynamo.OptimizedModule):
+        return module.dynamo_ctx
+    compiled = module.__dict__.get("_compiled_call_impl") or module.__dict__.get("forward", type(module).forward)
+    cells = dict(zip(getattr(getattr(compiled, "__code__", None), "co_freevars", ()), compiled.__closure__ or ()))
+    held = cells["self"].cell_contents if "self" in cells else None
+    return held if isinstance(held, dynamo.eval_frame.OptimizeContext) else None
+
+
+def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
+    """The module inside ``torch.compile(module)``, or the module itself."""
+    dynamo: Any = sys.modules.get("torch._dynamo")
+    return module._orig_mod if dynamo is not None and isinstance(module, dynamo.OptimizedModule) else module
+
+
+def own_code(function: Any) -> Callable[..., Any]:  # types.FunctionType
+    """The same function with a code object of its own: dynamo counts recompilations by code object."""
+    code = function.__code__.replace(co_name=function.__code__.co_name)
+    copy = types.FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def new_named_group(

@@ -159,9 +159,8 @@ def test_an_output_that_is_pickled_before_the_backward_warns_of_nothing() -> Non
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )  # the compiler's own
 def test_under_compile_it_is_said_too(caplog: pytest.LogCaptureFixture) -> None:
-    model = stack(hp.swap_wrapper)
     torch.compiler.reset()
-    step(torch.compile(model, backend="eager"))
+    step(stack(lambda layer: hp.swap_wrapper(torch.compile(layer, backend="eager"))))
     assert len(lines(caplog)) == 1
 
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from hyper_parallel import SwapManager
+from hyper_parallel.backends.torch import graph_regions
 from hyper_parallel.platform.platform import get_torch_platform
 
 # What torch's own compiler warns of while it traces and generates code is not ours; all else stays an error.
@@ -31,7 +33,9 @@ def fresh_compiler() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.compiler.reset()
+    counters.clear()
     SwapManager().reset()
+    graph_regions._SAID.clear()  # the warning that is given once
     yield
     SwapManager().reset()
     torch.compiler.reset()

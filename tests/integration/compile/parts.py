@@ -6,7 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
 
 WIDTH, ROWS, BLOCKS = 16, 24, 3
 
@@ -95,3 +98,47 @@ class CountingBackend:
             return function(*args)
 
         return run
+
+
+class GraphsBackend:
+    """A compiler backend that runs graphs as they are, and keeps those of forward and backward."""
+
+    def __init__(self) -> None:
+        self.forward: list[torch.fx.Graph] = []
+        self.backward: list[torch.fx.Graph] = []
+        self._compile = aot_autograd(
+            fw_compiler=self._keep(self.forward),
+            bw_compiler=self._keep(self.backward),
+            partition_fn=min_cut_rematerialization_partition,
+        )
+
+    @staticmethod
+    def _keep(graphs: list[torch.fx.Graph]) -> Callable[..., Any]:
+        def compile_graph(module: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+            graphs.append(module.graph)
+            return make_boxed_func(module.forward)
+
+        return compile_graph
+
+    def __call__(self, module: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        compiled: Callable[..., Any] = self._compile(module, example_inputs)
+        return compiled
+
+    def count(self, graphs: list[torch.fx.Graph], name: str) -> int:
+        """How many ops of this name the graphs hold."""
+        packet = getattr(torch.ops.aten, name)
+        return sum(getattr(node.target, "overloadpacket", None) is packet for graph in graphs for node in graph.nodes)
+
+    def recomputed(self) -> dict[str, int]:
+        """Ops of the block's forward that the backward graphs run again."""
+        return {name: self.count(self.backward, name) for name in ("addmm", "native_layer_norm")}
+
+
+def graph_breaks() -> list[str]:
+    """Every graph break since the compiler was reset."""
+    return list(counters["graph_break"])
+
+
+def graphs_traced() -> int:
+    """How many graphs dynamo made since the compiler was reset."""
+    return int(counters["stats"]["unique_graphs"])

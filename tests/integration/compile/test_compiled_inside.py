@@ -1,4 +1,4 @@
-"""A compiled block inside a region of ours.
+"""A compiled block inside a region of ours: the region is put into the block's graph, and hooks around it swap.
 
 The simulated accelerator watches every op through a dispatch mode, and torch runs compiled code eagerly under such a
 mode. So these tests swap CPU tensors to the disk tier, which needs no mode: the compiled code really runs.
@@ -12,18 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from torch.utils.checkpoint import create_selective_checkpoint_contexts as torch_contexts
 
 import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy, SwapConfig
 from hyper_parallel.core.activation_checkpoint.policy import ByOpName
+from hyper_parallel.platform.torch import compat
 
-from .parts import BLOCKS, CountingBackend, assert_same, stack, step
+from .parts import BLOCKS, Block, CountingBackend, GraphsBackend, assert_same, graph_breaks, graphs_traced, stack, step
 
-BACKENDS = ["aot_eager", "inductor"]
 INPUT_BYTES = 24 * 16 * 4
+UP_BYTES = 4 * INPUT_BYTES  # the output of the first addmm, which backward needs; that of the second it does not
+SWAP_ADDMM = ByOpName({"addmm": CheckpointPolicy.MUST_SWAP})
 
 
 @pytest.fixture(autouse=True)
@@ -35,78 +36,201 @@ def swap_to_disk(tmp_path: Path) -> Iterator[None]:
         yield
 
 
-def _compiled_with(counting: CountingBackend, wrap: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda block: wrap(torch.compile(block, backend=counting))
-
-
-def _plain(backend: str, dropout: float = 0.0) -> list[torch.Tensor]:
-    model = stack(lambda block: torch.compile(block, backend=backend), dropout)
+def _plain(dropout: float = 0.0) -> list[torch.Tensor]:
+    model = stack(dropout=dropout)
     return step(model, model.parameters())
 
 
+def compiled_module(block: nn.Module, wrap: Callable[..., Any], backend: Any) -> Any:
+    return wrap(torch.compile(block, backend=backend, fullgraph=True))
+
+
+def compiled_in_place(block: nn.Module, wrap: Callable[..., Any], backend: Any) -> Any:
+    block.compile(backend=backend, fullgraph=True)
+    return wrap(block)
+
+
+def compiled_after_wrapping(block: nn.Module, wrap: Callable[..., Any], backend: Any) -> Any:
+    wrapped = wrap(block)
+    wrapped.compile(backend=backend, fullgraph=True)
+    return wrapped
+
+
+def compiled_forward(block: nn.Module, wrap: Callable[..., Any], backend: Any) -> Any:
+    block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
+    return wrap(block)
+
+
+WAYS = [compiled_module, compiled_in_place, compiled_after_wrapping, compiled_forward]
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_swapped(backend: str, dropout: float) -> None:
-    wanted = _plain(backend, dropout)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_swapped_as_a_whole(backend: str, dropout: float) -> None:
+    plain = stack(lambda block: torch.compile(block, backend=backend), dropout)
+    wanted = step(plain, plain.parameters())
     counting = CountingBackend(backend)
-    model = stack(_compiled_with(counting, hp.swap_wrapper), dropout)
+    model = stack(lambda block: hp.swap_wrapper(torch.compile(block, backend=counting)), dropout)
     for _ in range(2):
         assert_same(step(model, model.parameters()), wanted)
     assert counting.runs == 2 * BLOCKS
     assert hp.stats().swapped_out_bytes > 2 * BLOCKS * INPUT_BYTES
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("swap_inputs", [False, True])
-def test_checkpointed(backend: str, dropout: float, swap_inputs: bool) -> None:
-    wanted = _plain(backend, dropout)
-    counting = CountingBackend(backend)
-    wrap = _compiled_with(counting, lambda block: hp.checkpoint_wrapper(block, swap_inputs=swap_inputs))
-    model = stack(wrap, dropout)
-    assert_same(step(model, model.parameters()), wanted)
-    assert counting.runs == 2 * BLOCKS  # once in forward, once in the replay
-    assert hp.stats().swapped_out_bytes == (BLOCKS * INPUT_BYTES if swap_inputs else 0)
+@pytest.mark.parametrize("compiled", WAYS)
+@pytest.mark.parametrize(
+    ("settings", "again", "swapped"),
+    [
+        ({}, {"addmm": 1, "native_layer_norm": 1}, 0),
+        ({"swap_inputs": True}, {"addmm": 1, "native_layer_norm": 1}, INPUT_BYTES),
+        ({"policy_fn": ["addmm"]}, {"addmm": 0, "native_layer_norm": 1}, 0),
+        ({"policy_fn": SWAP_ADDMM}, {"addmm": 0, "native_layer_norm": 1}, UP_BYTES),
+        ({"policy_fn": SWAP_ADDMM, "swap_inputs": True}, {"addmm": 0, "native_layer_norm": 1}, INPUT_BYTES + UP_BYTES),
+    ],
+    ids=["all", "inputs", "list", "swap", "swap and inputs"],
+)
+def test_the_region_is_in_the_graph(compiled: Any, settings: Any, again: dict[str, int], swapped: int) -> None:
+    """Three blocks share one graph; what it runs again and what is swapped around it are known to the byte."""
+    wanted = _plain()
+    graphs = GraphsBackend()
+    model = stack(lambda block: compiled(block, lambda b: hp.checkpoint_wrapper(b, **settings), graphs))
+    for number in (1, 2):
+        assert_same(step(model, model.parameters()), wanted)
+        assert hp.stats().swapped_out_bytes == number * BLOCKS * swapped
+    assert graphs_traced() == 1
+    assert not graph_breaks()
+    assert graphs.recomputed() == again
+    assert sorted(name.replace("_orig_mod.", "") for name in model.state_dict()) == sorted(stack().state_dict())
 
 
-def _torch_selective(block: Any) -> Any:
-    def run(x: torch.Tensor) -> torch.Tensor:
-        ops = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-        return torch_checkpoint(block, x, use_reentrant=False, context_fn=lambda: torch_contexts(ops))
+def test_dropout_in_the_graph() -> None:
+    wanted = _plain(dropout=0.2)
+    for settings in ({}, {"policy_fn": SWAP_ADDMM, "swap_inputs": True}):
+        model = stack(
+            lambda block, s=settings: hp.checkpoint_wrapper(torch.compile(block, backend="aot_eager"), **s), 0.2
+        )
+        assert_same(step(model, model.parameters()), wanted)
+    assert hp.stats().swapped_out_bytes > BLOCKS * UP_BYTES
 
-    module = torch.nn.Module()
-    module.block = block
-    module.forward = run
-    return module
+
+def test_swapping_changes_nothing_under_inductor() -> None:
+    """Bitwise the same graph without swapping, with dropout; also for a second shape, which is traced anew."""
+    torch.manual_seed(0)
+    block = Block(0.2)
+    results = []
+    for policy in (ByOpName({"addmm": CheckpointPolicy.MUST_SAVE}), SWAP_ADDMM):
+        torch.compiler.reset()
+        wrapped = hp.checkpoint_wrapper(torch.compile(block, dynamic=True), policy_fn=policy)
+        results.append(step(lambda x, f=wrapped: f(x).square().sum(), block.parameters()))
+        results[-1] += step(lambda x, f=wrapped: f(x[:9]).square().sum(), block.parameters())
+    assert_same(results[1], results[0])
+    assert hp.stats().swapped_out_bytes == UP_BYTES + UP_BYTES // 24 * 9
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("answer", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_SWAP])
-def test_under_a_selective_policy(backend: str, answer: CheckpointPolicy) -> None:
-    """The same as torch's own selective checkpoint around the same compiled block, whatever it does with the block."""
-    torchs_own, ours = CountingBackend(backend), CountingBackend(backend)
-    oracle = stack(_compiled_with(torchs_own, _torch_selective))
-    wanted = step(oracle, oracle.parameters())
-    policy = ByOpName({"mm": answer, "addmm": answer})
-    model = stack(_compiled_with(ours, lambda block: hp.checkpoint_wrapper(block, policy_fn=policy)))
-    assert_same(step(model, model.parameters()), wanted)
-    assert ours.runs == torchs_own.runs
-    stats = hp.stats()
-    if backend == "inductor":  # its code calls matmuls that write into an argument: always replayed, and counted
-        assert stats.replayed_ops["in_place"] > 0
-        assert stats.swapped_out_bytes == stats.saved_bytes == 0
-    else:
-        assert (stats.swapped_out_bytes > 0) == (answer is CheckpointPolicy.MUST_SWAP)
-        assert (stats.saved_bytes > 0) == (answer is CheckpointPolicy.MUST_SAVE)
+def test_other_shapes_keep_the_fates() -> None:
+    graphs = GraphsBackend()
+    block = Block()
+    wrapped = hp.checkpoint_wrapper(torch.compile(block, backend=graphs), policy_fn=SWAP_ADDMM)
+    for rows in (24, 8, 40):
+        before = hp.stats().swapped_out_bytes
+        x = torch.ones(rows, 16, requires_grad=True)
+        got = torch.autograd.grad(wrapped(x).sum(), [x, *block.parameters()])
+        assert_same(list(got), list(torch.autograd.grad(block(x).sum(), [x, *block.parameters()])))
+        assert hp.stats().swapped_out_bytes - before == UP_BYTES // 24 * rows
+    assert graphs_traced() == 2  # the second is made for any number of rows
+
+
+def test_many_modes_at_least_trace() -> None:
+    torch.manual_seed(0)
+    block = Block()
+    wrapped = hp.checkpoint_wrapper(
+        torch.compile(block, mode="max-autotune-no-cudagraphs", fullgraph=True), policy_fn=SWAP_ADDMM
+    )
+    with torch._inductor.config.patch(max_autotune_gemm=False):  # timing kernels takes minutes and shows nothing here
+        got = step(lambda x: wrapped(x).square().sum(), block.parameters())
+    wanted = step(lambda x: block(x).square().sum(), block.parameters())
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+    assert hp.stats().swapped_out_bytes == UP_BYTES
+    assert not graph_breaks()
 
 
 def test_torchs_own_enum_is_refused_around_a_compiled_block() -> None:
-    wrap = _compiled_with(
-        CountingBackend("aot_eager"),
-        lambda block: hp.checkpoint_wrapper(block, policy_fn=lambda ctx, op, *args, **kwargs: TorchPolicy.MUST_SAVE),
+    wrapped = hp.checkpoint_wrapper(
+        torch.compile(Block(), backend="aot_eager"),
+        policy_fn=lambda ctx, op, *args, **kwargs: TorchPolicy.MUST_SAVE,
     )
     with pytest.raises(hp.HyperParallelError, match="torch's own CheckpointPolicy is another enum"):
-        stack(wrap)(torch.randn(24, 16))
+        wrapped(torch.randn(24, 16, requires_grad=True))
+    assert not compat._WATCHED  # torch's partitioner is as it was
+
+
+def test_a_failing_call_leaves_nothing_behind() -> None:
+    wrapped = hp.checkpoint_wrapper(torch.compile(Block(), backend="aot_eager"), policy_fn=SWAP_ADDMM)
+    with pytest.raises(Exception, match=r"shape|size"):
+        wrapped(torch.randn(24, 15, requires_grad=True))
+    assert not compat._WATCHED
+    x = torch.ones(24, 16, requires_grad=True)
+    wrapped(x).sum().backward()
+    assert hp.stats().swapped_out_bytes == UP_BYTES
+
+
+def test_where_dynamo_runs_nothing_the_region_is_an_eager_one() -> None:
+    wanted = _plain(dropout=0.2)
+    model = stack(
+        lambda block: hp.checkpoint_wrapper(torch.compile(block, backend="aot_eager"), policy_fn=["addmm"]), 0.2
+    )
+    with torch.compiler.set_stance("force_eager"):
+        assert_same(step(model, model.parameters()), wanted)
+    assert hp.stats().saved_bytes > 0  # counted by the eager region
+    with torch.no_grad():
+        model(torch.ones(24, 16))
+
+
+def test_hooks_around_a_region_get_what_it_does_not_swap() -> None:
+    seen: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor.untyped_storage().nbytes())
+        return tensor.clone()
+
+    wanted = _plain()
+    model = stack(lambda block: hp.checkpoint_wrapper(torch.compile(block, backend="aot_eager"), policy_fn=SWAP_ADDMM))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        x = model.before(x)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            for block in model.blocks:
+                x = block(x)
+        return model.after(x)
+
+    assert_same(step(forward, model.parameters()), wanted)
+    assert seen.count(INPUT_BYTES) >= BLOCKS
+    assert hp.stats().swapped_out_bytes == BLOCKS * UP_BYTES
+
+
+def test_inside_a_checkpoint_of_torch() -> None:
+    wanted = _plain(dropout=0.2)
+    model = stack(
+        lambda block: hp.checkpoint_wrapper(torch.compile(block, backend="aot_eager"), policy_fn=SWAP_ADDMM), 0.2
+    )
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        x = model.before(x)
+        for block in model.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        return model.after(x)
+
+    assert_same(step(forward, model.parameters()), wanted)
+
+
+def test_a_value_changed_in_place_after_the_block_is_found() -> None:
+    wrapped = hp.checkpoint_wrapper(torch.compile(Block(), backend="aot_eager"), swap_inputs=True)
+    x = torch.randn(24, 16, requires_grad=True) * 2
+    out = wrapped(x)
+    x.add_(1)
+    with pytest.raises(hp.HyperParallelError, match="changed in place"):
+        out.sum().backward()
 
 
 def test_a_retained_graph_of_a_compiled_block() -> None:
@@ -120,6 +244,7 @@ def test_a_retained_graph_of_a_compiled_block() -> None:
         return [parameter.grad for parameter in model.parameters()]
 
     wanted = twice(stack(lambda block: torch.compile(block, backend="aot_eager")))
-    got = twice(stack(lambda block: hp.swap_wrapper(torch.compile(block, backend="aot_eager"))))
-    assert_same(got, wanted)
-    assert hp.stats().swapped_out_bytes > 0
+    for wrap in (hp.swap_wrapper, lambda block: hp.checkpoint_wrapper(block, policy_fn=SWAP_ADDMM)):
+        before = hp.stats().swapped_out_bytes
+        assert_same(twice(stack(lambda block, w=wrap: w(torch.compile(block, backend="aot_eager")))), wanted)
+        assert hp.stats().swapped_out_bytes > before

@@ -7,11 +7,17 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from hyper_parallel.backends.torch.planner.blocks import BlockRef
 
-__all__ = ["ModulePaths"]
+__all__ = ["ModulePaths", "path_in_block"]
+
+
+def path_in_block(block: str, inner: str) -> str:
+    """The path of a module inside a block; that of ``torch.compile(module)`` is the module's own."""
+    return ".".join(name for name in (block, *inner.split(".")) if name not in ("", "_orig_mod"))
 
 
 class ModulePaths:
@@ -29,7 +35,7 @@ class ModulePaths:
         """Follow every module inside these blocks."""
         for block in blocks:
             for inner, module in block.module.named_modules():
-                path = f"{block.name}.{inner}" if inner else block.name
+                path = path_in_block(block.name, inner)
                 self._handles.append(module.register_forward_pre_hook(_Enter(self, path)))
                 self._handles.append(module.register_forward_hook(_Leave(self, path), always_call=True))
 
@@ -56,6 +62,8 @@ class _Enter:
         self._path = path
 
     def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            return  # a traced graph knows the module of each op (compat.module_in_graph)
         self._paths.stack.append(self._path)
         self._paths.calls[self._path] += 1
 
@@ -68,6 +76,8 @@ class _Leave:
         self._path = path
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            return
         stack = self._paths.stack
         if self._path in stack:  # what an inner module could not report is below it
             del stack[len(stack) - 1 - stack[::-1].index(self._path) :]

@@ -14,6 +14,7 @@ from torch import nn
 
 from hyper_parallel.backends.torch.checkpointing import checkpoint, swap
 from hyper_parallel.backends.torch.first_step import set_predicted
+from hyper_parallel.backends.torch.graph_regions import InGraph, graph_region
 from hyper_parallel.backends.torch.planner.blocks import BlockRef, fingerprint_of, refuse_wrapped, require_module
 from hyper_parallel.backends.torch.planner.compiled import refuse_compiled
 from hyper_parallel.backends.torch.planner.op_names import op_name, op_overload
@@ -53,6 +54,11 @@ class PlannedRegion:
                 fates.setdefault((op.name, op.overload), {})[op.occurrence] = _POLICIES[op.fate]
         self._policy = _ByOccurrence(fates) if fates else None
 
+    def in_graph(self, label: str) -> InGraph:
+        """The same in a traced graph."""
+        region = graph_region(self._policy, f"plan on {label}", swaps_inputs=self._swaps_inputs)
+        return InGraph(region=region if self._is_replayed else None, bound={}, swap_config=self._settings)
+
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the region."""
         if not torch.is_grad_enabled():
@@ -79,6 +85,12 @@ class _ByOccurrence(PolicyTable):
     def answers_for(self, op: Any) -> CheckpointPolicy | Mapping[int, CheckpointPolicy]:
         """See the base class."""
         return self._fates.get((op_name(op), op_overload(op)), CheckpointPolicy.PREFER_RECOMPUTE)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ByOccurrence) and self._fates == other._fates
+
+    def __hash__(self) -> int:
+        return hash(frozenset((op, frozenset(fates.items())) for op, fates in self._fates.items()))
 
 
 class AppliedPlan(AppliedBlocks):

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from hyper_parallel.backends.torch.checkpointing import checkpoint
+from hyper_parallel.backends.torch.graph_regions import InGraph, graph_region
 from hyper_parallel.backends.torch.planner.blocks import BlockRef, find_blocks, require_module
 from hyper_parallel.backends.torch.planner.module_calls import find_blocks_of_step
-from hyper_parallel.backends.torch.planner.module_paths import ModulePaths
+from hyper_parallel.backends.torch.planner.module_paths import ModulePaths, path_in_block
 from hyper_parallel.backends.torch.planner.op_names import op_name
 from hyper_parallel.backends.torch.planner.replacements import AppliedBlocks, Replacements
 from hyper_parallel.backends.torch.planner.survey import list_ops, require_step
@@ -22,6 +23,7 @@ from hyper_parallel.core.activation_checkpoint.policy import PolicyTable
 from hyper_parallel.errors import PlanError
 from hyper_parallel.fates import Fate
 from hyper_parallel.planner.rules import INPUT, OpTable, RuleSet
+from hyper_parallel.platform.torch import compat
 
 __all__ = ["AppliedRules", "apply_rules"]
 
@@ -37,8 +39,18 @@ _POLICIES = {
 class RuledRegion(PolicyTable):
     """The checkpoint function of one block under rules; also its policy."""
 
-    def __init__(self, block: str, rules: RuleSet, paths: ModulePaths | None) -> None:
+    def __init__(
+        self,
+        block: str,
+        rules: RuleSet,
+        paths: ModulePaths | None,
+        *,
+        inner: tuple[str, ...],
+        traced: Counter[tuple[str, str]],
+    ) -> None:
         self.block = block
+        self._inner = inner  # the paths of the modules inside
+        self._seen_traced = traced
         self._rules = rules
         self._paths = paths  # None: all modules of the block get the same answers
         self._answers: dict[tuple[str, Any], tuple[CheckpointPolicy, tuple[str, str]]] = {}
@@ -52,6 +64,12 @@ class RuledRegion(PolicyTable):
         if torch.is_grad_enabled():
             self.seen[self.block, INPUT] += 1
         return checkpoint(function, *args, policy_fn=self, swap_inputs=self._swaps_inputs, **kwargs)
+
+    def in_graph(self, label: str) -> InGraph:
+        """The same in a traced graph."""
+        policy = RulesInGraph(self._rules, self.block, self._inner, self._seen_traced)
+        region = graph_region(policy, f"rules on {label}", swaps_inputs=self._swaps_inputs)
+        return InGraph(region=region, bound={})
 
     def answers_for(self, op: Any) -> Callable[[], CheckpointPolicy]:
         """See the base class. Which module runs is known when the op runs."""
@@ -74,13 +92,54 @@ class RuledRegion(PolicyTable):
         return {**self.__dict__, "_answers": {}}  # ops do not pickle, and the answers are found again
 
 
+class RulesInGraph(PolicyTable):
+    """The policy of a block under rules in a traced graph, where torch says which module an op belongs to.
+
+    Equal for blocks to whose modules the same rules apply: they share compiled code, and the first of them is counted.
+    """
+
+    def __init__(self, rules: RuleSet, block: str, inner: tuple[str, ...], seen: Counter[tuple[str, str]]) -> None:
+        self._rules = rules
+        self._block = block
+        self._key = (
+            rules,
+            tuple(
+                (path, tuple(rule.matches_module(path_in_block(block, path)) for rule in rules.rules)) for path in inner
+            ),
+        )
+        self.seen = seen  # one for all blocks that the rules were applied to in one call
+
+    def answers_for(self, op: Any) -> Callable[[], CheckpointPolicy]:
+        """See the base class."""
+        self.seen[self._block, INPUT] = 1
+        return functools.partial(self._answer, op_name(op))
+
+    def _answer(self, name: str) -> CheckpointPolicy:
+        path = path_in_block(self._block, compat.module_in_graph())
+        self.seen[path, name] += 1
+        rule = self._rules.rule_for(path, name)
+        return _POLICIES[rule.fate, rule.is_preference]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RulesInGraph) and self.seen is other.seen and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+
 class AppliedRules(AppliedBlocks):
     """Rules on a model; ``stats()``, ``remove()``, or a ``with`` block."""
 
     def __init__(
-        self, replacements: Replacements, rules: RuleSet, regions: Sequence[RuledRegion], paths: ModulePaths | None
+        self,
+        replacements: Replacements,
+        rules: RuleSet,
+        regions: Sequence[RuledRegion],
+        paths: ModulePaths | None,
+        traced: Counter[tuple[str, str]],
     ) -> None:
         super().__init__(replacements)
+        self._traced = traced  # what traced graphs have asked; once for blocks that share a graph
         self._rules = rules
         self._regions = regions
         self._paths = paths
@@ -124,6 +183,7 @@ class AppliedRules(AppliedBlocks):
         total: Counter[tuple[str, str]] = Counter()
         for region in self._regions:
             total.update(region.seen)
+        total.update(self._traced)
         return total
 
     def remove(self) -> None:
@@ -157,7 +217,7 @@ class _FirstForward:
         self._handle = handle
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._handle is not None:
+        if self._handle is not None and not torch.compiler.is_dynamo_compiling():
             self._handle.forward_ended()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -183,29 +243,31 @@ def apply_rules(
         found = found[:-1]
     paths = ModulePaths() if any(_depends_on_module(rules, block) for block in found) else None
     replacements = Replacements(model)
-    regions = [RuledRegion(block.name, rules, paths) for block in found]
+    traced: Counter[tuple[str, str]] = Counter()
+    regions = [RuledRegion(block.name, rules, paths, inner=_inner_paths(block), traced=traced) for block in found]
     try:
         if paths is not None:
-            paths.watch(found)
+            # A traced graph says itself which module an op is in, and hooks would give each block a graph of its own.
+            paths.watch(block for block in found if compat.compiler_of(block.module) is None)
         for block, region in zip(found, regions):
-            replacements.wrap(block.name, block.module, region)
+            replacements.wrap(block.name, block.module, region, may_be_in_graph=True)
     except BaseException:
         if paths is not None:
             paths.remove()
         replacements.restore()
         raise
-    handle = AppliedRules(replacements, rules, regions, paths)
+    handle = AppliedRules(replacements, rules, regions, paths, traced)
     if step is None or rules.may_match_nothing:
         handle.check_at_first_forward(model)
     return handle
 
 
+def _inner_paths(block: BlockRef) -> tuple[str, ...]:
+    return tuple(path_in_block("", inner) for inner, _ in block.module.named_modules())
+
+
 def _module_paths(blocks: Sequence[BlockRef]) -> list[str]:
-    return [
-        f"{block.name}.{inner}" if inner else block.name
-        for block in blocks
-        for inner, _ in block.module.named_modules()
-    ]
+    return [path_in_block(block.name, inner) for block in blocks for inner in _inner_paths(block)]
 
 
 def _depends_on_module(rules: RuleSet, block: BlockRef) -> bool:
