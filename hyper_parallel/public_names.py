@@ -17,6 +17,10 @@ from hyper_parallel.core.activation_checkpoint import swap_wrapper as swap_wrapp
 from hyper_parallel.core.activation_checkpoint.statistics import SwapStats as SwapStats
 from hyper_parallel.core.activation_checkpoint.swap import stats as stats
 from hyper_parallel.errors import HyperParallelError as HyperParallelError
+from hyper_parallel.estimation.cards import Card as Card
+from hyper_parallel.estimation.estimate import Estimate as Estimate
+from hyper_parallel.estimation.estimate import estimate as estimate
+from hyper_parallel.estimation.shape import ModelShape as ModelShape
 from hyper_parallel.planner.fit import apply_plan as apply_plan
 from hyper_parallel.planner.fit import fit_memory as fit_memory
 from hyper_parallel.planner.fit import profile_memory as profile_memory
@@ -25,4 +29,5 @@ from hyper_parallel.planner.planning import plan_memory as plan_memory
 from hyper_parallel.planner.profile import Profile as Profile
 from hyper_parallel.planner.rules import apply_rules as apply_rules
 from hyper_parallel.planner.rules import list_ops as list_ops
+from hyper_parallel.planner.saved import print_saved as print_saved
 from hyper_parallel.platform.platform import get_platform as get_platform

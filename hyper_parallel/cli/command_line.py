@@ -20,7 +20,7 @@ from types import FrameType, ModuleType
 from typing import Any, Final, NoReturn
 
 from hyper_parallel._version import __version__
-from hyper_parallel.cli import bench, completion, demo, doctor, explain, plan, profile, report
+from hyper_parallel.cli import bench, completion, demo, doctor, estimate, explain, plan, profile, report, saved
 from hyper_parallel.cli.console import Console
 from hyper_parallel.cli.failures import UsageError, did_you_mean
 from hyper_parallel.errors import HyperParallelError
@@ -30,6 +30,8 @@ __all__ = ["COMMANDS", "build_parser", "main"]
 COMMANDS: Final[tuple[tuple[str, ModuleType], ...]] = (
     ("demo", demo),
     ("doctor", doctor),
+    ("estimate", estimate),
+    ("saved", saved),
     ("profile", profile),
     ("plan", plan),
     ("explain", explain),

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hyper_parallel.planner.plan import Plan
     from hyper_parallel.planner.profile import Profile
     from hyper_parallel.planner.rules import OpTable, RuleSet
+    from hyper_parallel.planner.saved import SavedTable
     from hyper_parallel.planner.step_identity import StepIdentity
     from hyper_parallel.records.step_measure import StepMeasure
 
@@ -91,6 +92,9 @@ class PlannerBackend(Protocol):
     def list_ops(self, model: Model, step: Step, *, blocks: str | Sequence[str] | None) -> OpTable:
         """Every op that a rule can name, as one step ran it."""
 
+    def list_saved(self, model: Model, step: Step) -> SavedTable:
+        """What autograd saves in one step; leaves no trace."""
+
     def profile_memory(
         self,
         model: Model,
@@ -122,15 +126,18 @@ class PlannerBackend(Protocol):
         """The ranks that must agree; None for one process."""
 
 
-def planner_backend() -> PlannerBackend:
-    """The planner's adapter of the platform in use."""
+def planner_backend(
+    member: str = "planner",
+    reason: str = "profiling a step and applying a plan or rules per op is not there yet on MindSpore",
+) -> PlannerBackend:
+    """The planner's adapter of the platform in use. ``member`` and ``reason``: what a refusal names, and why it is one."""
     from hyper_parallel.platform.platform import PlatformType, get_platform
 
     if get_platform().platform_type is not PlatformType.PYTORCH:
         raise UnsupportedMemberError(
-            member="planner",
+            member=member,
             platform="MindSporePlatform",
-            reason="profiling a step and applying a plan or rules per op is not there yet on MindSpore",
+            reason=reason,
             instead="set HYPER_PARALLEL_PLATFORM=torch to use torch, where both frameworks are installed",
         )
     return cast(PlannerBackend, importlib.import_module("hyper_parallel.backends.torch.planner"))

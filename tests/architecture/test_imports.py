@@ -111,9 +111,9 @@ def test_importing_the_package_imports_no_framework() -> None:
 
 
 PUBLIC_NAMES = """
-CheckpointPolicy HyperParallelError Plan Profile SwapConfig SwapManager SwapStats __version__ apply_plan apply_rules checkpoint
-checkpoint_wrapper configure fit_memory get_platform list_ops plan_memory profile_memory stats swap swap_tensor_wrapper
-swap_wrapper
+Card CheckpointPolicy Estimate HyperParallelError ModelShape Plan Profile SwapConfig SwapManager SwapStats __version__ apply_plan
+apply_rules checkpoint checkpoint_wrapper configure estimate fit_memory get_platform list_ops plan_memory print_saved
+profile_memory stats swap swap_tensor_wrapper swap_wrapper
 """
 
 

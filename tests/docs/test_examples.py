@@ -18,6 +18,8 @@ EXAMPLES = {
     "budget": ["plain", "8MiB"],
     "rules": ["plain", "mine", "boundary"],
     "disk_tier": ["plain", "disk"],
+    "dpo": ["plain", "inputs"],
+    "generate_then_train": ["plain", "inputs"],
 }
 ELSEWHERE = {"fsdp2", "lightning_fit", "sft_lora", "transformers_trainer"}
 

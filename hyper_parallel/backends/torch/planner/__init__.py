@@ -5,6 +5,7 @@ from hyper_parallel.backends.torch.planner.measure import measure_step
 from hyper_parallel.backends.torch.planner.plan_regions import AppliedPlan, apply_plan
 from hyper_parallel.backends.torch.planner.profiling import profile_memory
 from hyper_parallel.backends.torch.planner.rule_regions import AppliedRules, apply_rules
+from hyper_parallel.backends.torch.planner.saved_values import list_saved
 from hyper_parallel.backends.torch.planner.step_identity import identify_step
 from hyper_parallel.backends.torch.planner.survey import list_ops
 from hyper_parallel.backends.torch.planner.trial_guard import guarded
@@ -19,6 +20,7 @@ __all__ = [
     "guarded",
     "identify_step",
     "list_ops",
+    "list_saved",
     "measure_step",
     "profile_memory",
     "world",

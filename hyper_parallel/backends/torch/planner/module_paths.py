@@ -34,10 +34,14 @@ class ModulePaths:
     def watch(self, blocks: Iterable[BlockRef]) -> None:
         """Follow every module inside these blocks."""
         for block in blocks:
-            for inner, module in block.module.named_modules():
-                path = path_in_block(block.name, inner)
-                self._handles.append(module.register_forward_pre_hook(_Enter(self, path)))
-                self._handles.append(module.register_forward_hook(_Leave(self, path), always_call=True))
+            self.watch_module(block.name, block.module)
+
+    def watch_module(self, name: str, root: nn.Module) -> None:
+        """Follow a module and every module inside it; an empty name is the model itself."""
+        for inner, module in root.named_modules():
+            path = path_in_block(name, inner)
+            self._handles.append(module.register_forward_pre_hook(_Enter(self, path)))
+            self._handles.append(module.register_forward_hook(_Leave(self, path), always_call=True))
 
     def remove(self) -> None:
         """Take the hooks off."""

@@ -1,0 +1,22 @@
+"""What is refused on MindSpore, by name."""
+
+from __future__ import annotations
+
+import pytest
+from mindspore import nn
+
+import hyper_parallel as hp
+from hyper_parallel.errors import UnsupportedMemberError
+
+
+def test_print_saved_is_refused_by_its_name() -> None:
+    with pytest.raises(
+        UnsupportedMemberError, match=r"MindSporePlatform\.print_saved: not available; because MindSpore"
+    ) as caught:
+        hp.print_saved(nn.Dense(2, 2), lambda: None)
+    assert caught.value.member == "print_saved"
+
+
+def test_estimates_need_no_framework() -> None:
+    found = hp.estimate(hp.ModelShape(width=64, layers=2, heads=4, hidden=128), tokens=64)
+    assert found.way("recompute").activation_bytes < found.way("plain").activation_bytes
