@@ -40,6 +40,7 @@ __all__ = ["Finding", "Machine", "add_arguments", "examined", "findings", "run"]
 
 _PACKAGES = ("torch", "mindspore", "transformers", "trl", "peft", "lightning", "accelerate", "rich")
 _PLATFORMS = (HYPER_PARALLEL_PLATFORM_TORCH, HYPER_PARALLEL_PLATFORM_MINDSPORE)
+_ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _SLOW_DISK_BYTES_PER_SECOND = 500 * 2**20
 
 
@@ -62,6 +63,7 @@ class Machine:
     recorder: str = ""  # torch's: "there", "switched off" or "missing"; empty: the framework in use has none
     recorder_problem: str = ""  # why it is not there
     settings_problem: str = ""
+    allocator_settings: str = ""  # of torch, from the environment
     chosen_platform: str = ""
 
 
@@ -144,6 +146,7 @@ def examined(disk_path: str, advance: Callable[[str], None] = lambda text: None)
         host_limit_bytes=default_host_limit_bytes(),
         cores=os.cpu_count() or 1,
         disk_path=disk_path,
+        allocator_settings=",".join(os.environ.get(name, "") for name in _ALLOCATOR_SETTINGS),
         chosen_platform=chosen_platform,
         **facts,
     )
@@ -221,7 +224,18 @@ def findings(machine: Machine) -> list[Finding]:
             else "there is no device memory to plan; --simulate plans on the simulated accelerator",
         ),
     ]
-    return [*_of_torch_release(machine), *found, *_of_settings(machine)]
+    return [*_of_torch_release(machine), *found, *_of_allocator(machine), *_of_settings(machine)]
+
+
+def _of_allocator(machine: Machine) -> list[Finding]:
+    """Near the card's limit torch's allocator retries; a setting of it helps. Nothing where it is set, or without a device."""
+    if not machine.accelerators or "expandable_segments:true" in machine.allocator_settings.lower().replace(" ", ""):
+        return []
+    because = (
+        "where the line of the first step says that the allocator was out of memory and asked again, set "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, which is not set here"
+    )
+    return [Finding(what="budgets near the card's limit", works="yes", because=because)]
 
 
 def _of_recorder(machine: Machine) -> list[Finding]:

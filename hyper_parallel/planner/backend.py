@@ -110,8 +110,10 @@ class PlannerBackend(Protocol):
     def apply_plan(self, model: Model, plan: Plan, *, device_bytes: int | None = None) -> AppliedPlan:
         """Put the plan's regions in the place of the model's blocks."""
 
-    def measure_step(self, model: Model, step: Step, *, steps: int, is_guarded: bool = False) -> StepMeasure:
-        """Peak and time of the model as it is now; leaves no trace."""
+    def measure_step(
+        self, model: Model, step: Step, *, steps: int, is_guarded: bool = False, blocks: Sequence[str] = ()
+    ) -> StepMeasure:
+        """Peak and time of the model as it is now; with the names of its blocks also by moment. Leaves no trace."""
 
     def guarded(self, model: Model, *, who: str) -> AbstractContextManager[None]:
         """One guard around many trial steps: at its end everything they changed is put back."""

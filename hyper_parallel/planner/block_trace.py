@@ -53,8 +53,9 @@ PARTS: Final = (
     "working set",
     "gradients",
     "head and loss",
+    "not explained",  # measured, and not known what it is: corrections of the moment
 )
-BASE, ALONE, SAVED, INPUTS, SWAP, WORK, GRADIENTS, HEAD = range(len(PARTS))
+BASE, ALONE, SAVED, INPUTS, SWAP, WORK, GRADIENTS, HEAD, UNEXPLAINED = range(len(PARTS))
 
 # The kinds of event that a trace is made of.
 RUN, ADMIT, RELEASE, PREFETCH, FETCH, LET_GO, FREE, END = range(8)
@@ -86,7 +87,8 @@ class TraceEvent(NamedTuple):
     peak_parts: tuple[tuple[int, int], ...] = ()  # (part, bytes) at the peak, above those at its start
     net_parts: tuple[tuple[int, int], ...] = ()
     phase: str = FORWARD
-    host_seconds: float = 0.0  # what the host takes to issue it
+    host_seconds: float = 0.0  # what the host takes to issue it, without what regions add; of a swap: all
+    region_seconds: float = 0.0  # what the host takes beside, because a region records its ops or runs them again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +200,7 @@ class _Writer:
         self._begin()
 
     def _begin(self) -> None:
-        self._run_seconds = self._host_seconds = 0.0
+        self._run_seconds = self._host_seconds = self._region_seconds = 0.0
         self._net = self._peak = 0
         self._parts = [0] * len(PARTS)
         self._peak_parts = tuple(self._parts)
@@ -228,11 +230,12 @@ class _Writer:
             else:
                 self.seconds += seconds
 
-    def issue(self, seconds: float) -> None:
-        """The host spends this."""
-        if seconds:
+    def issue(self, seconds: float, *, for_region: float = 0.0) -> None:
+        """The host spends this, and some more for a region."""
+        if seconds or for_region:
             self._is_empty = False
             self._host_seconds += seconds
+            self._region_seconds += for_region
 
     def close(self) -> None:
         if not self._is_empty:
@@ -249,6 +252,7 @@ class _Writer:
                     sparse,
                     self.phase,
                     self._host_seconds,
+                    self._region_seconds,
                 ),
             )
         self._begin()
@@ -383,8 +387,8 @@ def _write_forward(block: _Block, writer: _Writer) -> None:
     issuing = block.kind.host_forward_seconds / block.count
     begins = {region.first_op for region in block.regions}
     for at, op in enumerate(block.kind.ops):
-        writer.issue(block.host.region_seconds if at in begins else 0.0)
-        writer.issue(issuing + (0.0 if block.region_of[at] is None else block.host.region_op_seconds))
+        recording = 0.0 if block.region_of[at] is None else block.host.region_op_seconds
+        writer.issue(issuing, for_region=recording + (block.host.region_seconds if at in begins else 0.0))
         for value in block.admitted_at.get(at, ()):
             admit(value, at)
         add_value(at)
@@ -453,7 +457,7 @@ def _write_region(block: _Block, writer: _Writer, number: int) -> int:
     for value, until in kept_until.items():
         frees.setdefault(until, []).append(value)
     working: dict[int, int] = {}
-    writer.issue(block.host.region_backward_seconds)
+    writer.issue(0.0, for_region=block.host.region_backward_seconds)
     for at in reversed(own):
         if at == replay.at:
             working = _write_replay(block, writer, replay)
@@ -539,7 +543,7 @@ def _write_replay(block: _Block, writer: _Writer, replay: _Replay) -> dict[int, 
             ends[last] = ends.get(last, 0) + op.output_bytes - stays
             writer.touch(op.workspace_bytes)
             writer.work(op.seconds)
-            writer.issue(block.host.replayed_op_seconds)
+            writer.issue(0.0, for_region=block.host.replayed_op_seconds)
         writer.bytes(WORK, -ends.pop(at, 0))
     writer.touch()
     fetched = {record for records in replay.fetched_before.values() for record in records}

@@ -12,50 +12,35 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Final, Protocol, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import Final, TypeAlias, TypeVar, cast
 
-from hyper_parallel.config import show_bytes
-from hyper_parallel.errors import ActivationError, BudgetTooSmallError, FarMemoryError, PlanError
-from hyper_parallel.fates import Fate
+from hyper_parallel.errors import BudgetTooSmallError
 from hyper_parallel.planner.backend import AppliedPlan, Model, Step, planner_backend
 from hyper_parallel.planner.budget import agreed_budget, check_budget, is_share
-from hyper_parallel.planner.plan import Corrections, Plan
+from hyper_parallel.planner.fit_progress import FitProgress
+from hyper_parallel.planner.plan import Plan
+from hyper_parallel.planner.plan_choices import decisions_of
 from hyper_parallel.planner.plan_store import PlanStore, Store, fit_with_store
+from hyper_parallel.planner.plan_trials import BEYOND, PlanTrials
 from hyper_parallel.planner.planning import Planning
 from hyper_parallel.planner.profile import Profile
-from hyper_parallel.planner.simple_plans import SWAPPED, SimplePlan, as_measured, simple_plan, simple_plans
+from hyper_parallel.planner.ranks import OneProcess, World, together, worst_of
+from hyper_parallel.planner.refusal import refused
+from hyper_parallel.planner.simple_plans import RECOMPUTED, SWAPPED, SimplePlan, as_measured, simple_plan, simple_plans
 from hyper_parallel.records.step_measure import StepMeasure
 
 __all__ = ["apply_plan", "fit_memory", "profile_memory", "worst_of"]
 
-_BEYOND: Final = 1.05  # what a step that ran out of memory counts as, over what it should have taken
 _AS_FAST: Final = 1.005
 _MUCH_FASTER: Final = 1.01  # a simple plan that is this much faster takes the place of a searched one
 _CLEARLY: Final = 1.1  # a simple plan that is predicted to be this much slower or larger is not measured
+_LEAST_GAIN: Final = 0.005  # a plan that is predicted to be less faster than this is not worth a trial
 _MOST_IN_VAIN: Final = 2
 _SIMULATED: Final = "simulated accelerator"
 
+Found: TypeAlias = tuple[Plan, StepMeasure]
 Result = TypeVar("Result")
-
-
-class World(Protocol):
-    """The ranks of a distributed run."""
-
-    rank: int
-
-    def gather(self, value: Any) -> list[Any]:
-        """The value of every rank, in their order, on every rank."""
-
-
-class _OneProcess:
-    """A run of one process."""
-
-    rank = 0
-
-    def gather(self, value: Any) -> list[Any]:
-        """See :class:`World`."""
-        return [value]
 
 
 def profile_memory(model: Model, step: Step, *, blocks: str | Sequence[str] | None = None, steps: int = 3) -> Profile:
@@ -184,20 +169,26 @@ class _Fit:
         self.steps = steps
         self.first_plan: Plan | None = None
         self.backend = planner_backend()
-        self.world: World = self.backend.world() or _OneProcess()
-        self.history: list[Mapping[str, Any]] = []
+        self.world: World = self.backend.world() or OneProcess()
+        self.trials = PlanTrials(self.backend, self.world, model, step, budget, steps)
         self.misses = 0
+        self.margin_bytes = 0
+        self.has_anchor = False
         self.planning: Planning | None = None
-        self.tried: set[Hashable] = set()  # the decisions of the searched plans that were measured
+        self.tried: set[Hashable] = set()  # the decisions of the plans that were measured
+        self.progress = FitProgress(is_first_rank=self.world.rank == 0)
 
     def run(self) -> AppliedPlan:
         """Profile once, then plan and measure until they agree."""
-        with self.backend.guarded(self.model, who="fit_memory"):
+        with self.progress, self.backend.guarded(self.model, who="fit_memory"):
+            self.progress.say("measuring the step")
             profile = self._profile()
+            self.trials.device_memory = profile.device_memory
+            self.progress.set_step(profile.measured.step_seconds if _has_real_time(profile) else None)
             plan, measured = self._search(profile)
         applied = self.backend.apply_plan(self.model, dataclasses.replace(plan, inputs=profile.inputs))
         applied.measured = measured
-        applied.history = tuple(self.history)
+        applied.history = tuple(self.trials.history)
         return applied
 
     def _profile(self) -> Profile:
@@ -213,39 +204,44 @@ class _Fit:
                 agrees=lambda here: all(self.world.gather(here)),
             )
 
-        return worst_of(self._together(profile))
+        return worst_of(together(self.world, profile))
 
-    def _search(self, profile: Profile) -> tuple[Plan, StepMeasure]:
+    def _search(self, profile: Profile) -> Found:
         """The best searched plan that held, or a simple one that is faster or the only one that fits."""
-        best, refusal = self._searched(profile)
+        best, refusal = self._searched(profile, None)
         if best is not None and best[0].does_nothing:
             return best
+        measured_before = len(self.tried)
         best = self._with_simple_plans(profile, best)
         if best is None:
-            raise self._refused(profile, refusal)
+            raise refused(profile, self.budget, self.trials.history, refusal)
+        if refusal is None and len(self.tried) > measured_before and _has_real_time(profile):
+            best = self._searched(profile, best)[0] or best  # simple plans taught something too
         plan, measured = best
         if not self._agrees(plan, measured, profile):
             seconds = measured.step_seconds if _has_real_time(profile) else plan.predicted_step_seconds
             plan = as_measured(plan, profile, peak_bytes=measured.peak_bytes, step_seconds=seconds)
         return plan, measured
 
-    def _searched(self, profile: Profile) -> tuple[tuple[Plan, StepMeasure] | None, BudgetTooSmallError | None]:
-        corrections: Corrections | None = None
-        best: tuple[Plan, StepMeasure] | None = None
+    def _searched(self, profile: Profile, best: Found | None) -> tuple[Found | None, BudgetTooSmallError | None]:
+        """Plan and measure, until the prediction holds, or no plan is predicted to be faster by more than predictions miss."""
         in_vain = 0  # plans in a row that fitted and were no faster
-        for _ in range(self.attempts):
-            plan = self._plan(profile, corrections)
+        while self.attempts > 0:
+            plan = self._plan(profile, best)
             if isinstance(plan, BudgetTooSmallError):
                 return best, plan
-            if best is not None and _decisions_of(plan) in self.tried:
-                if _decisions_of(plan) == _decisions_of(best[0]):
+            if plan is None:
+                break
+            if best is not None and decisions_of(plan) in self.tried:
+                if decisions_of(plan) == decisions_of(best[0]):
                     best = plan, best[1]  # the same plan, which now predicts what was measured of it
                 break
-            self.tried.add(_decisions_of(plan))
-            measured = self._measure(plan)
+            self.attempts -= 1
+            self.progress.begin_trial()
+            measured = self.trials.measure(plan)
             assert measured is not None, "only a simple plan may not run"
-            self._add_to_history(plan, measured)
-            if measured.peak_bytes <= self.budget:
+            self._learn(plan, measured, profile)
+            if self.trials.is_under_budget(measured):
                 agrees = self._agrees(plan, measured, profile)
                 # Of two that are as fast, the one whose prediction held.
                 slack = 1.0 if not agrees else _AS_FAST if _has_real_time(profile) else float("inf")
@@ -253,14 +249,14 @@ class _Fit:
                 if is_best:
                     best = plan, measured
                 in_vain = 0 if is_best else in_vain + 1
-                if agrees or in_vain == _MOST_IN_VAIN:
+                if in_vain == _MOST_IN_VAIN:
+                    self.attempts = 0
+                if agrees:
                     break
-            corrections = self._learn(plan, measured, profile)
+            best = self._with_anchor(profile, best)
         return best, None
 
-    def _with_simple_plans(
-        self, profile: Profile, best: tuple[Plan, StepMeasure] | None
-    ) -> tuple[Plan, StepMeasure] | None:
+    def _with_simple_plans(self, profile: Profile, best: Found | None) -> Found | None:
         """The better of what was found and of what a person would try by hand; measured peaks and times decide.
 
         A way that the prediction rules out is not tried. Swapping whole blocks, which is not predicted, is tried only where
@@ -268,135 +264,113 @@ class _Fit:
         """
         if self.budget < profile.base.total:
             return best  # weights, gradients and states alone are more, under any plan
-        corrections = Corrections() if best is None else best[0].corrections
-        # Steps that come out faster than predicted do so under any plan; a slower one may be the searched plan's own fault.
-        scale = 1.0 if best is None else min(1.0, best[1].step_seconds / best[0].predicted_step_seconds)
         for way in simple_plans(profile):
             if best is not None and (way is SWAPPED or not _has_real_time(profile)):
                 break
-            plan = simple_plan(profile, self.budget, way, corrections)
-            if _decisions_of(plan) in self.tried or self._is_ruled_out(plan, way, best, scale):
-                continue
-            measured = self._measure_simple(plan, best)
-            if measured is None:
-                continue
-            scale = min(scale, measured.step_seconds / plan.predicted_step_seconds)
-            missed = max(0, measured.peak_bytes - plan.predicted_peak_bytes)  # by the ways that follow too, likely
-            corrections = dataclasses.replace(corrections, peak_bytes=corrections.peak_bytes + missed)
-            plan = as_measured(
-                plan, profile, peak_bytes=measured.peak_bytes, step_seconds=_finite(measured.step_seconds)
-            )
-            self._add_to_history(plan, measured, way=way)
-            fits = measured.peak_bytes <= self.budget
-            if fits and (best is None or _MUCH_FASTER * measured.step_seconds < best[1].step_seconds):
-                best = plan, measured
+            plan, ratio = self._simple_plan(profile, way)
+            if decisions_of(plan) not in self.tried and not self._is_ruled_out(plan, way, best, ratio):
+                best = self._with_simple_plan(profile, plan, way, best)
         return best
 
-    def _is_ruled_out(self, plan: Plan, way: SimplePlan, best: tuple[Plan, StepMeasure] | None, scale: float) -> bool:
-        """Whether the prediction, with its seconds scaled, leaves no doubt that this plan is no better than what there is."""
+    def _with_anchor(self, profile: Profile, best: Found | None) -> Found | None:
+        """After a plan that missed its prediction: measure every block recomputed, unless its peak is predicted to be far above.
+
+        A plan with swaps and regions that comes out slow does not say which of them was. One without a swap tells them apart.
+        """
+        does_nothing = best is not None and best[0].does_nothing
+        if self.has_anchor or self.attempts == 0 or does_nothing or not _has_real_time(profile):
+            return best
+        self.has_anchor = True
+        plan, _ = self._simple_plan(profile, RECOMPUTED)
+        if decisions_of(plan) in self.tried or plan.predicted_peak_bytes > _CLEARLY * self.budget:
+            return best
+        return self._with_simple_plan(profile, plan, RECOMPUTED, best)
+
+    def _with_simple_plan(self, profile: Profile, plan: Plan, way: SimplePlan, best: Found | None) -> Found | None:
+        """Measure a simple plan; the better of it and of what there is."""
+        self.progress.begin_trial()
+        measured = self._measure_simple(plan, best)
+        if measured is None:
+            return best
+        self._learn(plan, measured, profile, way=way)
+        fits = self.trials.is_under_budget(measured)
+        if not fits or (best is not None and _MUCH_FASTER * measured.step_seconds >= best[1].step_seconds):
+            return best
+        seconds = _finite(measured.step_seconds)
+        return as_measured(plan, profile, peak_bytes=measured.peak_bytes, step_seconds=seconds), measured
+
+    def _is_ruled_out(self, plan: Plan, way: SimplePlan, best: Found | None, ratio: float) -> bool:
+        """Whether the prediction leaves no doubt that this plan is no better than what there is.
+
+        ``ratio``: a plan came out this much faster than is predicted even now, so others may.
+        """
         if best is None:
             # The smallest ones are always measured: what they come to is the answer, or a part of the refusal.
-            return plan.predicted_peak_bytes > _BEYOND * self.budget and way.name.startswith("the preset")
+            return plan.predicted_peak_bytes > BEYOND * self.budget and way.name.startswith("the preset")
         return (
             plan.predicted_peak_bytes > _CLEARLY * self.budget
-            or plan.predicted_step_seconds * scale > _CLEARLY * best[1].step_seconds
+            or ratio * plan.predicted_step_seconds > _CLEARLY * best[1].step_seconds
         )
 
-    def _measure_simple(self, plan: Plan, best: tuple[Plan, StepMeasure] | None) -> StepMeasure | None:
+    def _measure_simple(self, plan: Plan, best: Found | None) -> StepMeasure | None:
         """One step; where that promises to be better than what there is, as many as of any other plan."""
-        measured = self._measure(plan, is_simple=True, steps=1)
-        if measured is None or measured.peak_bytes > self.budget or self.steps == 1:
+        measured = self.trials.measure(plan, is_simple=True, steps=1)
+        if measured is None or not self.trials.is_under_budget(measured) or self.steps == 1:
             return measured
         if best is not None and measured.step_seconds >= best[1].step_seconds:
             return measured
-        return self._measure(plan, is_simple=True)
+        return self.trials.measure(plan, is_simple=True)
 
-    def _refused(self, profile: Profile, refusal: BudgetTooSmallError | None) -> BudgetTooSmallError:
-        """Names the smallest peak, measured or predicted, and what it is made of."""
-        simple = [attempt for attempt in self.history if "way" in attempt]
-        planned = [attempt for attempt in self.history if "way" not in attempt]
-        measured = "".join(f"; {attempt['way']}: {attempt['measured_peak']}" for attempt in simple)
-        if refusal is not None and not planned:
-            least = min(simple, key=lambda attempt: int(attempt["measured_peak_bytes"]), default=None)
-            predicted = refusal.smallest_peak_bytes
-            if least is None or (predicted is not None and predicted <= least["measured_peak_bytes"]):
-                error = BudgetTooSmallError(f"{refusal}{' Measured' + measured + '.' if measured else ''}")
-                error.smallest_peak_bytes = predicted
-                return error
-            error = BudgetTooSmallError(
-                f"fit_memory: {show_bytes(self.budget)} cannot hold this step; the smallest peak found is "
-                f"{least['measured_peak']}, measured with {least['way']} ({_made_of(profile, least['measured_peak_bytes'])}). "
-                "Raise the budget, or shorten the sequence or the batch."
-            )
-            error.smallest_peak_bytes = least["measured_peak_bytes"]
-            return error
-        peaks = ", ".join(str(attempt["measured_peak"]) for attempt in planned)
-        lowest = min(attempt["measured_peak_bytes"] for attempt in self.history)
-        error = BudgetTooSmallError(
-            f"fit_memory: {show_bytes(self.budget)} was not kept in {len(planned)} attempts; measured were {peaks}{measured}, "
-            f"at least {show_bytes(lowest - self.budget)} too many. Raise the budget, allow more attempts, or shorten the "
-            "sequence."
-        )
-        error.smallest_peak_bytes = lowest
-        return error
+    # ------------------------------------------------------------------ planning, on the first rank
 
-    # ------------------------------------------------------------------ all ranks
+    def _on_first_rank(self, work: Callable[[Planning], Result], profile: Profile) -> Result:
+        """What the first rank makes of it, on all ranks."""
 
-    def _together(self, work: Callable[[], Result]) -> list[Result]:
-        """The result of every rank; where one failed, all raise."""
-        result: Result | None = None
-        failure: Exception | None = None
-        try:
-            result = work()
-        except Exception as error:  # the other ranks wait for this rank's result
-            failure = error
-        rows = self.world.gather((result, None if failure is None else f"{type(failure).__name__}: {failure}"))
-        if failure is not None:
-            raise failure
-        failed = [(rank, text) for rank, (_, text) in enumerate(rows) if text is not None]
-        if failed:
-            raise PlanError(f"fit_memory: rank {failed[0][0]} failed, so this one stops too: {failed[0][1]}")
-        return [row for row, _ in rows]
-
-    def _plan(self, profile: Profile, corrections: Corrections | None) -> Plan | BudgetTooSmallError:
-        """One plan for all ranks, made on the first; or why there is none, which all ranks learn alike."""
-
-        def make() -> Plan | BudgetTooSmallError | None:
+        def make() -> Result | None:
             if self.world.rank != 0:
                 return None
-            if corrections is None and self.first_plan is not None:
+            self.planning = self.planning or Planning(profile)
+            return work(self.planning)
+
+        return cast(Result, together(self.world, make)[0])
+
+    def _plan(self, profile: Profile, best: Found | None) -> Plan | BudgetTooSmallError | None:
+        """One plan for all ranks; or why there is none; or None, where one more is not worth a trial."""
+
+        def make(planning: Planning) -> Plan | BudgetTooSmallError | None:
+            if best is None and self.first_plan is not None and not self.tried:
                 return self.first_plan
+            if best is not None and self.progress.is_time_over():
+                return None
+            self.progress.say("searching for a plan")
             try:
-                self.planning = self.planning or Planning(profile)
-                return self.planning.plan(self.budget, corrections)
+                plan = planning.plan(self.budget, margin_bytes=self.margin_bytes)
             except BudgetTooSmallError as error:
                 return error
+            if best is None or not _has_real_time(profile) or decisions_of(plan) in self.tried:
+                return plan
+            gain = best[1].step_seconds / plan.predicted_step_seconds - 1
+            return plan if gain > max(_LEAST_GAIN, planning.error()) else None
 
-        plan = self._together(make)[0]
-        assert plan is not None, "the first rank makes a plan or says why not"
-        return plan
+        return self._on_first_rank(make, profile)
 
-    def _measure(self, plan: Plan, *, is_simple: bool = False, steps: int | None = None) -> StepMeasure | None:
-        """The worst rank's peak and time under a plan; None for a simple plan that cannot run on this model."""
+    def _simple_plan(self, profile: Profile, way: SimplePlan) -> tuple[Plan, float]:
+        """The plan, and ``Planning.least_ratio``."""
 
-        def apply_and_measure() -> StepMeasure | None:
-            try:
-                with self.backend.apply_plan(self.model, plan):
-                    return self.backend.measure_step(self.model, self.step, steps=steps or self.steps, is_guarded=True)
-            except (ActivationError, FarMemoryError):
-                if not is_simple:
-                    raise
-                return None
+        def make(planning: Planning) -> tuple[Plan, float]:
+            return simple_plan(profile, self.budget, way, planning.solver(self.budget)), planning.least_ratio()
 
-        answers = self._together(apply_and_measure)
-        rows = [answer for answer in answers if answer is not None]
-        if len(rows) < len(answers):
-            return None
-        slowest = max(rows, key=lambda row: row.step_seconds)
-        peak = max(row.peak_bytes for row in rows)
-        if not all(row.is_complete for row in rows):
-            peak = max(peak, round(_BEYOND * max(self.budget, plan.predicted_peak_bytes)))
-        return dataclasses.replace(slowest, peak_bytes=peak)
+        return self._on_first_rank(make, profile)
+
+    def _learn(self, plan: Plan, measured: StepMeasure, profile: Profile, *, way: SimplePlan | None = None) -> None:
+        """Write down what a plan came to; the plans to come know of it."""
+        self.tried.add(decisions_of(plan))
+        self.trials.add_to_history(plan, measured, way=None if way is None else way.name)
+        self.progress.say_measured(plan, measured)
+        if way is None:
+            self.margin_bytes = self._margin(self.trials.over_bytes(measured))
+        has_real_time = _has_real_time(profile)
+        self._on_first_rank(lambda planning: planning.learn(plan, measured, has_real_time=has_real_time), profile)
 
     # ------------------------------------------------------------------ judging
 
@@ -409,13 +383,6 @@ class _Fit:
             abs(measured.step_seconds - plan.predicted_step_seconds) <= self.tolerance * plan.predicted_step_seconds
         )
 
-    def _learn(self, plan: Plan, measured: StepMeasure, profile: Profile) -> Corrections:
-        return plan.corrections.after(
-            plan,
-            measured_peak_bytes=measured.peak_bytes + self._margin(measured.peak_bytes - self.budget),
-            measured_step_seconds=measured.step_seconds if _has_real_time(profile) else None,
-        )
-
     def _margin(self, over_bytes: int) -> int:
         """Asked for just what was missing, the search may find it in its model alone, and miss again: then more is asked for."""
         if over_bytes <= 0:
@@ -423,80 +390,12 @@ class _Fit:
         self.misses += 1
         return 0 if self.misses == 1 else max(over_bytes, self.budget // 1000) << (self.misses - 2)
 
-    def _add_to_history(self, plan: Plan, measured: StepMeasure, *, way: SimplePlan | None = None) -> None:
-        self.history.append(
-            {
-                **({} if way is None else {"way": way.name}),
-                "predicted_peak": show_bytes(plan.predicted_peak_bytes),
-                "measured_peak": show_bytes(measured.peak_bytes),
-                "predicted_peak_bytes": plan.predicted_peak_bytes,
-                "measured_peak_bytes": measured.peak_bytes,
-                "predicted_step_seconds": plan.predicted_step_seconds,
-                "measured_step_seconds": measured.step_seconds,
-                "exposed_copy_seconds": measured.exposed_copy_seconds,
-                "late_loads": measured.late_loads,
-                "misses": measured.misses,
-            }
-        )
-
 
 def _finite(seconds: float) -> float:
     """0 for a step that ran out of memory: its time is not known."""
     return seconds if math.isfinite(seconds) else 0.0
 
 
-def _made_of(profile: Profile, peak_bytes: int) -> str:
-    """A measured peak by its parts, which add up."""
-    parts = {field.name: getattr(profile.base, field.name) for field in dataclasses.fields(profile.base)}
-    parts["activations"] = max(0, peak_bytes - profile.base.total)
-    return ", ".join(f"{name} {show_bytes(size)}" for name, size in parts.items() if size)
-
-
 def _has_real_time(profile: Profile) -> bool:
     """A simulated device's time is the host's, with all its noise; nothing is decided by it."""
     return profile.versions.device != _SIMULATED
-
-
-def _decisions_of(plan: Plan) -> Hashable:
-    """The decisions of a plan, without its reasons and predictions. What is not named is recomputed."""
-    recipes = [
-        tuple(
-            (
-                region.module,
-                region.input_fate,
-                region.is_replayed,
-                tuple(
-                    (op.name, op.overload, op.occurrence, op.fate) for op in region.ops if op.fate is not Fate.RECOMPUTE
-                ),
-            )
-            for region in recipe.regions
-        )
-        for recipe in plan.recipes
-    ]
-    blocks = tuple((block.name, None if block.recipe is None else recipes[block.recipe]) for block in plan.blocks)
-    return blocks, plan.settings
-
-
-def worst_of(profiles: Sequence[Profile]) -> Profile:
-    """One profile for all ranks: the one with the highest peak, with the slowest link and step and the least far memory."""
-    prints = {profile.model_fingerprint for profile in profiles}
-    if len(prints) > 1:
-        raise PlanError(
-            f"fit_memory: the ranks hold {len(prints)} different models ({', '.join(sorted(prints))}), and one plan cannot serve "
-            "them. Profile, plan and apply on each rank separately (profile_memory, plan_memory, apply_plan)."
-        )
-    worst = max(profiles, key=lambda profile: profile.base.total + profile.measured.peak_bytes)
-    return dataclasses.replace(
-        worst,
-        link=dataclasses.replace(
-            worst.link,
-            out_bytes_per_second=min(profile.link.out_bytes_per_second for profile in profiles),
-            in_bytes_per_second=min(profile.link.in_bytes_per_second for profile in profiles),
-        ),
-        far=dataclasses.replace(worst.far, host_bytes=min(profile.far.host_bytes for profile in profiles)),
-        measured=dataclasses.replace(
-            worst.measured,
-            step_seconds=max(profile.measured.step_seconds for profile in profiles),
-            peak_bytes=max(profile.measured.peak_bytes for profile in profiles),
-        ),
-    )

@@ -10,20 +10,23 @@ import dataclasses
 import os
 from collections import Counter
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 from hyper_parallel.config import show_bytes
 from hyper_parallel.errors import PlanError
 from hyper_parallel.fates import Fate
+from hyper_parallel.planner.corrections import Corrections
 from hyper_parallel.planner.profile import EngineSettings
 from hyper_parallel.planner.step_identity import FittedStep
 from hyper_parallel.planner.step_inputs import StepInputs
+from hyper_parallel.records.moments import MOMENTS
 from hyper_parallel.records.prediction import Prediction
 from hyper_parallel.records.record_files import load_record, require, save_record
 
 __all__ = ["BlockPlan", "Corrections", "OpDecision", "Plan", "Recipe", "RegionPlan", "WhatIf"]
 
-SCHEMA: Final = "hyper_parallel.plan/1"
+SCHEMA: Final = "hyper_parallel.plan/2"
+_UNCORRECTED: Final = Corrections()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,28 +98,6 @@ class WhatIf:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Corrections:
-    """What measuring an applied plan taught: fed back into the next plan."""
-
-    peak_bytes: int = 0  # measured less predicted; added to every peak
-    time_scale: float = 1.0  # measured over predicted; multiplies all compute, and what the host takes
-    stall_cost: float = 1.0  # the part of a simulated wait that shows in the step
-
-    def __post_init__(self) -> None:
-        require(self.time_scale > 0, f"Corrections.time_scale: {self.time_scale} must be above 0")
-        require(self.stall_cost >= 0, f"Corrections.stall_cost: {self.stall_cost} is negative")
-
-    def after(self, plan: Plan, *, measured_peak_bytes: int, measured_step_seconds: float | None = None) -> Corrections:
-        """These, and what a step under ``plan`` turned out to be."""
-        scale = 1.0 if measured_step_seconds is None else measured_step_seconds / plan.predicted_step_seconds
-        return dataclasses.replace(
-            self,
-            peak_bytes=self.peak_bytes + measured_peak_bytes - plan.predicted_peak_bytes,
-            time_scale=self.time_scale * min(max(scale, 0.5), 2.0),
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """What to do with every activation of a step, and what that should give."""
 
@@ -128,7 +109,7 @@ class Plan:
     predicted: Prediction
     untouched: Prediction  # the step left alone, as the same simulator sees it
     what_if: tuple[WhatIf, ...] = ()
-    corrections: Corrections = Corrections()
+    corrections: Corrections = _UNCORRECTED
     notes: tuple[str, ...] = ()
     inputs: StepInputs | None = None  # the shapes of the measured step; None: not known
     fitted: FittedStep | None = None  # in a store of plans: what it was fitted to
@@ -174,7 +155,7 @@ class Plan:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Read what :meth:`save` wrote."""
-        return load_record(cls, path, schema=SCHEMA)
+        return load_record(cls, path, schema=SCHEMA, older=_OLDER)
 
     def diff(self, other: Plan) -> tuple[str, ...]:
         """How ``other`` differs from this plan, one line each; empty when both do the same."""
@@ -200,6 +181,20 @@ class Plan:
         return "\n".join(_summary(self))
 
 
+def _from_first_schema(data: dict[str, Any]) -> dict[str, Any]:
+    """A plan of schema 1 had one factor for all work, and one number of bytes for all moments."""
+    old = data.get("corrections")
+    if isinstance(old, dict):
+        peak, scale = old.pop("peak_bytes", 0), old.pop("time_scale", 1.0)
+        data["corrections"] = {
+            **old,
+            "moments": dict.fromkeys(MOMENTS, peak),
+            **dict.fromkeys(("work_scale", "issue_scale", "region_scale", "swap_scale"), scale),
+        }
+    return data
+
+
+_OLDER: Final = {"hyper_parallel.plan/1": _from_first_schema}
 _REPLAYED: Final = "recompute"
 
 

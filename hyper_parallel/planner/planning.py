@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Final
@@ -10,13 +11,18 @@ from typing import Final
 from hyper_parallel.config import show_bytes
 from hyper_parallel.errors import BudgetTooSmallError
 from hyper_parallel.fates import Fate
-from hyper_parallel.planner.block_trace import Choice
+from hyper_parallel.planner.block_trace import LEFT_ALONE, Choice
 from hyper_parallel.planner.budget import parse_budget
-from hyper_parallel.planner.plan import BlockPlan, Corrections, OpDecision, Plan, Recipe, RegionPlan, WhatIf
-from hyper_parallel.planner.profile import BaseBytes, CutRegion, OpProfile, Profile
-from hyper_parallel.planner.solve import Answer, Solver
+from hyper_parallel.planner.calibration import Calibration
+from hyper_parallel.planner.corrections import Corrections
+from hyper_parallel.planner.peak_parts import parts_with_base, shown_parts
+from hyper_parallel.planner.plan import BlockPlan, OpDecision, Plan, Recipe, RegionPlan, WhatIf
+from hyper_parallel.planner.plan_choices import solution_of
+from hyper_parallel.planner.profile import CutRegion, OpProfile, Profile
+from hyper_parallel.planner.solve import Answer, MeasuredStep, Solver, with_measured
 from hyper_parallel.planner.step_simulator import StepSimulator
 from hyper_parallel.records.prediction import Prediction
+from hyper_parallel.records.step_measure import StepMeasure
 
 __all__ = ["Planning", "plan_memory", "untouched_prediction", "written_plan"]
 
@@ -51,24 +57,77 @@ def plan_memory(
 
 
 class Planning:
-    """Plans of one profile. What an earlier search found is where the next one starts, so that it takes less time."""
+    """Plans of one profile. What was found and measured before is where the next search starts."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._solver: Solver | None = None
+        self._has_searched = False
+        self._calibration: Calibration | None = None
+        self._corrections: Corrections | None = None  # of the last plan, and what was measured since
 
-    def plan(self, budget: int, corrections: Corrections | None = None, *, effort: float = 1.0) -> Plan:
-        """See ``plan_memory``."""
+    def plan(
+        self, budget: int, corrections: Corrections | None = None, *, effort: float = 1.0, margin_bytes: int = 0
+    ) -> Plan:
+        """See ``plan_memory``. ``margin_bytes``: what the plan leaves free of the budget, in its own prediction."""
+        asked = budget - margin_bytes
         if corrections is None:
-            corrections = _calibrated(self._profile, budget)
+            corrections = self._corrections or _calibrated(self._profile, budget)
+        solver = self._solver_with(corrections, asked)
+        is_first, self._has_searched = not self._has_searched, True
+        search, share = (self._first, 1.0) if is_first else (self._fitting, _SECOND_LOOK)
+        answer = search(solver, asked, share * effort)
+        plan = written_plan(solver, answer, budget, what_if=_what_if(solver, answer, budget))
+        return dataclasses.replace(plan, inputs=self._profile.inputs)
+
+    def solver(self, budget: int) -> Solver:
+        """A solver with everything that is known by now."""
+        return self._solver_with(self._corrections or _calibrated(self._profile, budget), budget)
+
+    def _solver_with(self, corrections: Corrections, budget: int) -> Solver:
         if self._solver is None:
             self._solver = Solver(StepSimulator(self._profile, corrections))
-            answer = self._first(self._solver, budget, effort)
-        else:
+        elif corrections != self._solver.simulator.corrections:
             self._solver = self._solver.corrected(corrections, budget)
-            answer = self._fitting(self._solver, budget, _SECOND_LOOK * effort)
-        plan = written_plan(self._solver, answer, budget, what_if=_what_if(self._solver, answer, budget))
-        return dataclasses.replace(plan, inputs=self._profile.inputs)
+        self._corrections = corrections
+        return self._solver
+
+    def learn(self, plan: Plan, measured: StepMeasure, *, has_real_time: bool) -> None:
+        """A plan was measured: the next one, and predictions of all others, know of it."""
+        solver = self.solver(plan.budget_bytes)
+        corrections = solver.simulator.corrections
+        solution = solution_of(self._profile, plan)
+        if solution is None:  # a plan without a simulation: nothing follows for others
+            return
+        seconds = measured.step_seconds if has_real_time and 0 < measured.step_seconds < math.inf else None
+        is_known = measured.is_complete
+        predicted = solver.simulator.simulate(*solution)
+        corrections = corrections.with_peak(predicted.moments, measured.peak_bytes, measured.moments)
+        if seconds is not None:
+            if self._calibration is None:
+                prior = _calibrated(self._profile, plan.budget_bytes)
+                self._calibration = Calibration(solver.simulator, prior)
+                self._add_untouched(solver, self._calibration)
+            self._calibration.add(solution, seconds)
+            corrections = dataclasses.replace(self._calibration.corrections, moments=corrections.moments)
+        if is_known:
+            solver.add_measured(solution, MeasuredStep(measured.peak_bytes, seconds))
+        self._corrections = corrections
+
+    def _add_untouched(self, solver: Solver, calibration: Calibration) -> None:
+        """The step left alone was measured too, for the profile."""
+        measured = self._profile.measured
+        if measured.under == "none" and measured.step_seconds > 0:
+            calibration.add(solver.untouched().solution, measured.step_seconds)
+
+    def error(self) -> float:
+        """By how much predictions miss what was measured, as a share of the step; infinite before anything was."""
+        ratios = [] if self._calibration is None else self._calibration.ratios()
+        return math.sqrt(sum((ratio - 1) ** 2 for ratio in ratios) / len(ratios)) if ratios else math.inf
+
+    def least_ratio(self) -> float:
+        """The least of what was measured over what is predicted of it now; 1 where no plan was faster than predicted."""
+        return 1.0 if self._calibration is None else min([1.0, *self._calibration.ratios()])
 
     def _first(self, solver: Solver, budget: int, effort: float) -> Answer:
         answer = self._fitting(solver, budget, effort)
@@ -108,19 +167,20 @@ def written_plan(solver: Solver, answer: Answer, budget: int, *, what_if: tuple[
 def _calibrated(profile: Profile, budget: int) -> Corrections:
     """Make the step left alone come out as it was measured.
 
-    Bytes that the simulator does not explain are added to every peak; bytes that it only imagines stay as a margin, unless
-    the measured step fits: then it fits.
+    Bytes that the simulator does not explain are added to the peaks of their moment; bytes that it only imagines stay as a
+    margin, unless the measured step fits: then it fits.
     """
-    if profile.measured.under != "none":
+    measured = profile.measured
+    if measured.under != "none":
         return Corrections()
-    simulator = StepSimulator(profile)
-    alone = Solver(simulator).untouched().step
+    alone = StepSimulator(profile).simulate((LEFT_ALONE,) * len(profile.blocks), profile.engine)
     scale = 1.0
-    if alone.step_seconds > 0 and profile.measured.step_seconds > 0:
-        scale = min(max(profile.measured.step_seconds / alone.step_seconds, 0.5), 2.0)
-    unexplained = profile.measured.peak_bytes - alone.peak_bytes
-    fits = profile.measured.peak_bytes <= budget
-    return Corrections(peak_bytes=unexplained if fits else max(0, unexplained), time_scale=scale)
+    if alone.step_seconds > 0 and measured.step_seconds > 0:
+        scale = measured.step_seconds / alone.step_seconds
+    moments = Corrections().with_peak(alone.moments, measured.peak_bytes, measured.moments).moments
+    if measured.peak_bytes > budget:
+        moments = moments.joined(moments, lambda nbytes, _: max(0, nbytes))
+    return Corrections.of_work(scale, moments=moments)
 
 
 def untouched_prediction(solver: Solver) -> Prediction:
@@ -130,6 +190,9 @@ def untouched_prediction(solver: Solver) -> Prediction:
 
 def _prediction(solver: Solver, answer: Answer) -> Prediction:
     step = solver.simulator.explain(answer.solution.choices, answer.solution.settings)
+    measured = solver.measured(answer.solution)
+    if measured is not None:
+        step = with_measured(step, measured)
     return Prediction(
         peak_bytes=step.peak_bytes,
         peak_where=step.peak_where,
@@ -143,6 +206,7 @@ def _prediction(solver: Solver, answer: Answer) -> Prediction:
         swapped_in_bytes=step.in_bytes,
         host_bytes=step.host_bytes,
         disk_bytes=step.disk_bytes,
+        moments=step.moments,
     )
 
 
@@ -165,16 +229,10 @@ def _what_if(solver: Solver, answer: Answer, budget: int) -> tuple[WhatIf, ...]:
 
 def _too_small(profile: Profile, solver: Solver, answer: Answer, budget: int) -> BudgetTooSmallError:
     prediction = _prediction(solver, answer)
-    base = {
-        field.name: getattr(profile.base, field.name)
-        for field in dataclasses.fields(BaseBytes)
-        if getattr(profile.base, field.name)
-    }
-    parts = {name: size for name, size in prediction.peak_parts.items() if name != "base"}
-    made_of = ", ".join(f"{name} {show_bytes(size)}" for name, size in [*base.items(), *parts.items()])
+    whole, made_of = shown_parts(prediction.peak_bytes, parts_with_base(profile, prediction.peak_parts))
     error = BudgetTooSmallError(
         f"plan_memory: {show_bytes(budget)} cannot hold this step; the smallest peak found is "
-        f"{show_bytes(prediction.peak_bytes)}, at the {prediction.peak_where} ({made_of}). "
+        f"{whole}, at the {prediction.peak_where} ({made_of}). "
         "Raise the budget, or shorten the sequence or the batch."
     )
     error.smallest_peak_bytes = prediction.peak_bytes

@@ -27,6 +27,7 @@ from typing import Final
 
 from hyper_parallel.planner.budget import DeviceMemory
 from hyper_parallel.planner.step_inputs import StepInputs
+from hyper_parallel.records.moments import MomentBytes
 from hyper_parallel.records.record_files import load_record, require, save_record
 from hyper_parallel.records.versions import Versions
 
@@ -47,7 +48,7 @@ __all__ = [
     "Segment",
 ]
 
-SCHEMA: Final = "hyper_parallel.profile/2"
+SCHEMA: Final = "hyper_parallel.profile/3"
 BLOCK_INPUT: Final = -1
 MOST_BLOCKS: Final = 10_000
 MOST_OPS: Final = 20_000
@@ -330,6 +331,7 @@ class Measured:
     peak_where: str = ""
     reserved_bytes: int = 0  # what the allocator holds beyond the active bytes is the margin a budget needs
     under: str = "none"
+    moments: MomentBytes | None = None  # the peak of each moment; None: a profile of an earlier version
 
     def __post_init__(self) -> None:
         _not_negative(self, "step_seconds", "peak_bytes", "reserved_bytes")
@@ -378,4 +380,4 @@ class Profile:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
         """Read what :meth:`save` wrote."""
-        return load_record(cls, path, schema=SCHEMA)
+        return load_record(cls, path, schema=SCHEMA, older={"hyper_parallel.profile/2": dict})

@@ -16,7 +16,7 @@ from hyper_parallel.fates import Fate
 from hyper_parallel.planner import by_hand
 from hyper_parallel.planner.block_trace import Choice
 from hyper_parallel.planner.moves import Solution
-from hyper_parallel.planner.plan import BlockPlan, Corrections, Plan, Recipe, RegionPlan
+from hyper_parallel.planner.plan import BlockPlan, Plan, Recipe, RegionPlan
 from hyper_parallel.planner.planning import untouched_prediction, written_plan
 from hyper_parallel.planner.profile import EngineSettings, Profile
 from hyper_parallel.planner.solve import Solver
@@ -43,9 +43,9 @@ def simple_plans(profile: Profile) -> tuple[SimplePlan, ...]:
     return (*(SimplePlan(name=name) for name in by_hand.choices_by_hand(profile)), SWAPPED)
 
 
-def simple_plan(profile: Profile, budget: int, way: SimplePlan, corrections: Corrections | None = None) -> Plan:
+def simple_plan(profile: Profile, budget: int, way: SimplePlan, solver: Solver | None = None) -> Plan:
     """Every block treated in one way. A swap of whole blocks is not simulated, only measured."""
-    solver = Solver(StepSimulator(profile, corrections))
+    solver = solver or Solver(StepSimulator(profile))
     if way.is_replayed:
         choices = solver.by_hand[way.name]
         answers = [solver.simulate(Solution(choices, settings)) for settings in _settings(solver, choices)]

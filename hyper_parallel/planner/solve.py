@@ -21,14 +21,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from hyper_parallel.fates import Fate
-from hyper_parallel.planner.block_trace import LEFT_ALONE, Choice
+from hyper_parallel.planner.block_trace import LEFT_ALONE, UNEXPLAINED, Choice
 from hyper_parallel.planner.by_hand import choices_by_hand
+from hyper_parallel.planner.corrections import Corrections
 from hyper_parallel.planner.moves import Move, Slot, Solution, Space, with_fate
-from hyper_parallel.planner.plan import Corrections
 from hyper_parallel.planner.profile import Block, EngineSettings
 from hyper_parallel.planner.step_simulator import SimulatedStep, StepSimulator
 
-__all__ = ["Answer", "Solver"]
+__all__ = ["Answer", "MeasuredStep", "Solver", "with_measured"]
 
 MOST_EVENTS: Final = 1_200_000  # of traces, simulated or made; one or two seconds
 _SWAP_COUNTS: Final = 8
@@ -53,6 +53,13 @@ _LONG: Final = Pace(starts=2, pairs=40, kick=2, misses=8)
 _SHORT: Final = Pace(starts=4, pairs=400, kick=3, misses=20)  # few blocks: moves are many for what there is, and cheap
 
 Key = tuple[float, float, float, float]
+
+
+class MeasuredStep(NamedTuple):
+    """What a solution came to when it was tried."""
+
+    peak_bytes: int
+    step_seconds: float | None  # None: not known
 
 
 class Answer:
@@ -92,6 +99,7 @@ class Solver:
         self._tied = _tied(self.profile.blocks)
         self.by_hand = choices_by_hand(self.profile)
         self._simulated: dict[Solution, Answer] = {}
+        self._measured: dict[Solution, MeasuredStep] = {}
         self._has_seeds = False
         self._stop_at = 0
 
@@ -100,6 +108,8 @@ class Solver:
         other = copy.copy(self)
         other.simulator = self.simulator.corrected(corrections)
         other._simulated = {}
+        for solution in self._measured:
+            other.simulate(solution)
         for share in _NEARBY:
             near = int(share * budget)
             for known in heapq.nsmallest(_CARRIED, self._simulated.values(), key=lambda answer: answer.key(near)):
@@ -111,15 +121,31 @@ class Solver:
         return min(self._simulated.values(), key=lambda answer: answer.key(budget))
 
     def simulate(self, solution: Solution) -> Answer:
-        """A solution and the step it comes to, simulated once."""
-        if self._tied is not None:
-            choices = tuple(LEFT_ALONE if first is None else solution.choices[first] for first in self._tied)
-            solution = Solution(choices, solution.settings)
+        """A solution and the step it comes to, simulated once; as it was measured, where it was."""
+        solution = self._as_tied(solution)
         answer = self._simulated.get(solution)
         if answer is None:
-            answer = Answer(solution, self.simulator.simulate(solution.choices, solution.settings))
-            self._simulated[solution] = answer
+            step = self.simulator.simulate(solution.choices, solution.settings)
+            if solution in self._measured:
+                step = with_measured(step, self._measured[solution])
+            self._simulated[solution] = answer = Answer(solution, step)
         return answer
+
+    def measured(self, solution: Solution) -> MeasuredStep | None:
+        """What it came to; None where it was not tried."""
+        return self._measured.get(self._as_tied(solution))
+
+    def add_measured(self, solution: Solution, measured: MeasuredStep) -> None:
+        """A solution that was tried: from here on it comes to what was measured, also with other corrections."""
+        solution = self._as_tied(solution)
+        self._measured[solution] = measured
+        self._simulated.pop(solution, None)
+
+    def _as_tied(self, solution: Solution) -> Solution:
+        if self._tied is None:
+            return solution
+        choices = tuple(LEFT_ALONE if first is None else solution.choices[first] for first in self._tied)
+        return Solution(choices, solution.settings)
 
     def _is_spent(self) -> bool:
         return self.simulator.cost >= self._stop_at
@@ -315,6 +341,15 @@ class Solver:
         flat = [(at, other) for at, (other, _) in enumerate(tried) if other.score != answer.score]
         for (first, one), (second, other) in itertools.combinations(flat, 2):
             yield one.step.peak_bytes + other.step.peak_bytes, first, second
+
+
+def with_measured(step: SimulatedStep, measured: MeasuredStep) -> SimulatedStep:
+    """A simulated step with the peak and the seconds that were measured; a difference in bytes is not explained."""
+    parts = list(step.peak_parts)
+    if parts:
+        parts[UNEXPLAINED] += measured.peak_bytes - step.peak_bytes
+    seconds = step.step_seconds if measured.step_seconds is None else measured.step_seconds
+    return dataclasses.replace(step, peak_bytes=measured.peak_bytes, peak_parts=tuple(parts), step_seconds=seconds)
 
 
 def _tied(blocks: Sequence[Block]) -> list[int | None] | None:

@@ -18,6 +18,7 @@ Rules
 6. Over the host's cap a value goes to disk, over the disk's cap it stays on the device.
 7. The host issues everything in order and waits for nothing. Work and copies start when they are issued, at the earliest, and
    work ends no sooner than its last op was issued.
+8. The peak is the highest moment's. Bytes that corrections give a moment are there for as long as it lasts.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from hyper_parallel.planner.block_trace import (
     RELEASE,
     RUN,
     SWAP,
+    UNEXPLAINED,
     WORK,
     BlockTrace,
     Choice,
@@ -49,16 +51,24 @@ from hyper_parallel.planner.block_trace import (
     TraceEvent,
     make_block_trace,
 )
-from hyper_parallel.planner.plan import Corrections
-from hyper_parallel.planner.profile import EngineSettings, Link, Profile, Segment
+from hyper_parallel.planner.corrections import Corrections
+from hyper_parallel.planner.profile import EngineSettings, Profile, Segment
+from hyper_parallel.planner.simulated_copies import (
+    CANCELLED,
+    COMING,
+    FAR,
+    GONE,
+    LEAVING,
+    ON_DEVICE,
+    STUCK,
+    Lane,
+    SimulatedRecord,
+)
+from hyper_parallel.records.moments import MomentBytes
 
 __all__ = ["StepSimulator", "SimulatedStep"]
 
-# Where a record's bytes are.
-TAIL, LEAVING, FAR, COMING, CANCELLED, STUCK, GONE = range(7)
-
 _MAKING: Final = 12  # making an event costs this many times what simulating it costs
-_ON_DEVICE: Final = frozenset({TAIL, LEAVING, COMING, CANCELLED, STUCK})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +78,7 @@ class SimulatedStep:
     peak_bytes: int
     peak_where: str
     peak_parts: tuple[int, ...]  # by block_trace.PARTS; empty unless explained
+    moments: MomentBytes  # the peak of each moment
     step_seconds: float
     compute_seconds: float
     replay_seconds: float
@@ -82,35 +93,6 @@ class SimulatedStep:
     def named_parts(self) -> dict[str, int]:
         """The peak by what it is made of."""
         return {name: nbytes for name, nbytes in zip(PARTS, self.peak_parts) if nbytes}
-
-
-class _SimulatedRecord:
-    """A swapped value while a step is simulated."""
-
-    __slots__ = ("far", "in_end", "is_read_locally", "is_wanted", "nbytes", "out_end", "ready", "state")
-
-    def __init__(self, nbytes: int, ready: float) -> None:
-        self.nbytes = nbytes
-        self.state = TAIL
-        self.ready = ready
-        self.out_end = 0.0
-        self.in_end = 0.0
-        self.is_read_locally = True
-        self.is_wanted = False
-        self.far: _Lane | None = None
-
-
-class _Lane:
-    """One far memory: two directions and a cap."""
-
-    __slots__ = ("cap", "in_free", "link", "out_free", "used")
-
-    def __init__(self, link: Link, cap: int) -> None:
-        self.link = link
-        self.cap = cap
-        self.used = 0
-        self.out_free = 0.0
-        self.in_free = 0.0
 
 
 class StepSimulator:
@@ -167,26 +149,32 @@ class _Simulation:
     def __init__(self, simulator: StepSimulator, traces: list[BlockTrace], settings: EngineSettings) -> None:
         profile = simulator.profile
         self.profile = profile
-        self.corrections = simulator.corrections
-        self.scale = simulator.corrections.time_scale
+        self.corrections = corrections = simulator.corrections
+        self.scale = corrections.work_scale
+        self.issue_scale = corrections.issue_scale
+        self.region_scale = corrections.region_scale
+        self.swap_scale = corrections.swap_scale
         self.traces = traces
         self.settings = settings
         self.now = 0.0  # of the device's compute
         self.host = 0.0  # when the host has issued everything so far
         self.host_waits = 0.0  # of the device, for the host
         self.live = profile.base.total
-        self.peak = 0
+        self.peak = 0  # of this moment, so far
         self.peak_where: tuple[str, int] = ("forward", -1)
+        self.moments: list[int] = []  # the peaks of those that are over
+        self.highest_where = self.peak_where
         self.gradients = 0
-        self.records: list[list[_SimulatedRecord]] = []
-        self.tail: deque[_SimulatedRecord] = deque()
+        self.records: list[list[SimulatedRecord]] = []
+        self.tail: deque[SimulatedRecord] = deque()
         self.tail_bytes = 0
-        self.leaving: deque[_SimulatedRecord] = deque()
+        self.leaving: deque[SimulatedRecord] = deque()
         self.leaving_bytes = 0
-        self.lanes = [_Lane(profile.link, profile.far.host_bytes)]
+        slower = corrections.link_scale
+        self.lanes = [Lane(profile.link, profile.far.host_bytes, slower)]
         if profile.far.disk_link is not None:
-            self.lanes.append(_Lane(profile.far.disk_link, profile.far.disk_bytes))
-        self.forecast: list[_SimulatedRecord] | None = None
+            self.lanes.append(Lane(profile.far.disk_link, profile.far.disk_bytes, slower))
+        self.forecast: list[SimulatedRecord] | None = None
         self.next_load = 0
         self.ahead = 0
         self.out_bytes = self.in_bytes = self.moved_values = 0
@@ -202,15 +190,16 @@ class _Simulation:
 
     def _run(self, event: TraceEvent, block: int) -> None:
         """Work, and bytes that come and go with it."""
-        _, _, seconds, peak, net, _, _, phase, host_seconds = event
+        _, _, seconds, peak, net, _, _, phase, host_seconds, region_seconds = event
         if self.live + peak > self.peak:
             self.peak = self.live + peak
             self.peak_where = (phase, block)
         self.live += net
         compute = seconds * self.scale
         end = self.now + compute
-        if host_seconds:  # rule 7
-            start, self.host = self.host, self.host + host_seconds * self.scale
+        if host_seconds or region_seconds:  # rule 7
+            start = self.host
+            self.host = start + host_seconds * self.issue_scale + region_seconds * self.region_scale
             end = max(end, start + compute, self.host)
             self.host_waits += end - self.now - compute
         self.now = end
@@ -223,17 +212,41 @@ class _Simulation:
     def run(self) -> SimulatedStep:
         """Forward, backward, and the sum."""
         prologue, epilogue = self.profile.prologue, self.profile.epilogue
-        last = len(self.traces)
+        last, more = len(self.traces), self.corrections.moments
+        self._begin_moment(more.prologue_forward)
         self._segment_forward(prologue, -1)
+        self._end_moment(more.prologue_forward)
+        self._begin_moment(more.blocks_forward)
         for block, trace in enumerate(self.traces):
             self.records.append([])
             self._forward(block, trace)
+        self._end_moment(more.blocks_forward)
+        self._begin_moment(more.head_and_loss)
         self._segment_forward(epilogue, last)
         self._segment_backward(epilogue, last)
+        self._end_moment(more.head_and_loss)
+        self._begin_moment(more.blocks_backward)
         for block in reversed(range(last)):
             self._backward(block, self.traces[block])
+        self._end_moment(more.blocks_backward)
+        self._begin_moment(more.prologue_backward)
         self._segment_backward(prologue, -1)
+        self._end_moment(more.prologue_backward)
         return self._result()
+
+    def _begin_moment(self, unexplained: int) -> None:  # rule 8
+        self._add_bytes(UNEXPLAINED, unexplained)
+        self.peak = 0
+
+    def _end_moment(self, unexplained: int) -> None:
+        self._add_bytes(UNEXPLAINED, -unexplained)
+        if self.peak > max(self.moments, default=0):
+            self._keep_highest()
+        self.moments.append(self.peak)
+
+    def _keep_highest(self) -> None:
+        """This moment is the highest so far."""
+        self.highest_where = self.peak_where
 
     def _segment_forward(self, segment: Segment, block: int) -> None:
         transient = segment.forward_transient_bytes
@@ -256,15 +269,15 @@ class _Simulation:
             if what == RUN:
                 run(event, block)
             elif what == ADMIT:
-                self.host += event.host_seconds * self.scale
+                self.host += event.host_seconds * self.swap_scale
                 self._admit(sizes[event[1]], records)
             else:
                 assert what == RELEASE, "nothing else happens in forward"
                 self._release(records[event[1]])
 
-    def _admit(self, nbytes: int, records: list[_SimulatedRecord]) -> None:
+    def _admit(self, nbytes: int, records: list[SimulatedRecord]) -> None:
         """Rule 1."""
-        record = _SimulatedRecord(nbytes, self.now)
+        record = SimulatedRecord(nbytes, self.now)
         records.append(record)
         self._rename_bytes(WORK, SWAP, nbytes)
         self.tail.append(record)
@@ -276,7 +289,7 @@ class _Simulation:
         while self.leaving_bytes > self.settings.window_bytes:
             self._drop_oldest()
 
-    def _launch(self, record: _SimulatedRecord) -> None:
+    def _launch(self, record: SimulatedRecord) -> None:
         """Rule 6, and the copy out."""
         for lane in self.lanes:
             if lane.used + record.nbytes <= lane.cap:
@@ -285,9 +298,8 @@ class _Simulation:
             record.state = STUCK
             return
         lane.used += record.nbytes
-        link = lane.link
         start = max(lane.out_free, record.ready, self.host)
-        lane.out_free = record.out_end = start + link.copy_seconds + record.nbytes / link.out_bytes_per_second
+        lane.out_free = record.out_end = start + lane.copy_seconds + record.nbytes * lane.out_seconds
         record.far = lane
         record.state = LEAVING
         self.out_bytes += record.nbytes
@@ -304,7 +316,7 @@ class _Simulation:
         if not record.is_read_locally:
             self._add_bytes(SWAP, -record.nbytes)
 
-    def _release(self, record: _SimulatedRecord) -> None:
+    def _release(self, record: SimulatedRecord) -> None:
         record.is_read_locally = False
         if record.state == FAR:
             self._add_bytes(SWAP, -record.nbytes)
@@ -318,7 +330,7 @@ class _Simulation:
             if what == RUN:
                 run(event, block)
             elif what == FETCH:
-                self.host += event.host_seconds * self.scale
+                self.host += event.host_seconds * self.swap_scale
                 self._fetch(records[event[1]])
                 self._check_peak(event.phase, block)
             elif what == LET_GO:
@@ -332,7 +344,7 @@ class _Simulation:
                 self._prefetch()
                 self._check_peak(event.phase, block)
 
-    def _fetch(self, record: _SimulatedRecord) -> None:
+    def _fetch(self, record: SimulatedRecord) -> None:
         """Rule 3: the value itself first, then what comes next."""
         if self.forecast is None:
             self._make_forecast()
@@ -374,33 +386,32 @@ class _Simulation:
                     self.ahead += record.nbytes
             self.next_load += 1
 
-    def _load(self, record: _SimulatedRecord) -> None:
+    def _load(self, record: SimulatedRecord) -> None:
         lane = record.far
         assert lane is not None, "a far record has a lane"
-        link = lane.link
         start = max(lane.in_free, self.now, self.host, record.out_end)
-        lane.in_free = record.in_end = start + link.copy_seconds + record.nbytes / link.in_bytes_per_second
+        lane.in_free = record.in_end = start + lane.copy_seconds + record.nbytes * lane.in_seconds
         record.state = COMING
         self.in_bytes += record.nbytes
         self._add_bytes(SWAP, record.nbytes)
 
-    def _let_go(self, record: _SimulatedRecord) -> None:
+    def _let_go(self, record: SimulatedRecord) -> None:
         """Rule 5: a copy out that was called off is waited for."""
         if record.state == CANCELLED:
             self.now = max(self.now, record.out_end)
 
-    def _free(self, record: _SimulatedRecord) -> None:
+    def _free(self, record: SimulatedRecord) -> None:
         """Nothing needs it any more; what has no far copy stays to the region's end."""
         if record.state in (COMING, CANCELLED):
             self._let_go(record)
             self._add_bytes(SWAP, -record.nbytes)
             record.state = GONE
 
-    def _end(self, record: _SimulatedRecord) -> None:
+    def _end(self, record: SimulatedRecord) -> None:
         if record.state in (COMING, CANCELLED) and not record.is_wanted:  # loaded ahead, and nothing read it
             self.ahead -= record.nbytes
         record.is_wanted = True  # from here the forecast passes over it
-        if record.state in _ON_DEVICE:
+        if record.state in ON_DEVICE:
             if record.far is not None:
                 self.now = max(self.now, record.out_end)
             self._add_bytes(SWAP, -record.nbytes)
@@ -418,7 +429,8 @@ class _Simulation:
         busy = compute + replay + self.host_waits
         exposed = max(0.0, self.now - busy) * self.corrections.stall_cost
         return SimulatedStep(
-            peak_bytes=self.peak + self.corrections.peak_bytes,
+            peak_bytes=max(self.moments),
+            moments=MomentBytes.of(self.moments),
             peak_where=self._where(),
             peak_parts=self._parts_at_peak(),
             step_seconds=busy + exposed,
@@ -437,7 +449,7 @@ class _Simulation:
         return ()
 
     def _where(self) -> str:
-        phase, block = self.peak_where
+        phase, block = self.highest_where
         if block < 0:
             return f"{phase} of the prologue"
         if block == len(self.traces):
@@ -453,6 +465,11 @@ class _ExplainedSimulation(_Simulation):
         self.parts = [0] * len(PARTS)
         self.parts[BASE] = simulator.profile.base.total
         self.peak_parts = list(self.parts)
+        self.highest_parts = self.peak_parts
+
+    def _keep_highest(self) -> None:
+        super()._keep_highest()
+        self.highest_parts = self.peak_parts
 
     def _add_bytes(self, part: int, nbytes: int) -> None:
         super()._add_bytes(part, nbytes)
@@ -478,7 +495,5 @@ class _ExplainedSimulation(_Simulation):
         super()._run(event, block)
 
     def _parts_at_peak(self) -> tuple[int, ...]:
-        parts = list(self.peak_parts)
-        parts[BASE] += self.corrections.peak_bytes
-        assert sum(parts) == self.peak + self.corrections.peak_bytes, "the parts make up the peak"
-        return tuple(parts)
+        assert sum(self.highest_parts) == max(self.moments), "the parts make up the peak"
+        return tuple(self.highest_parts)

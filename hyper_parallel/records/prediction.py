@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from hyper_parallel.records.moments import MomentBytes
+
 __all__ = ["Prediction"]
 
 
@@ -23,3 +25,4 @@ class Prediction:
     swapped_in_bytes: int = 0
     host_bytes: int = 0  # far memory at its fullest
     disk_bytes: int = 0
+    moments: MomentBytes | None = None  # the peak of each moment; None: a plan of an earlier version

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from hyper_parallel.records.moments import MomentBytes
+
 __all__ = ["StepMeasure"]
 
 
@@ -19,3 +21,5 @@ class StepMeasure:
     late_loads: int
     misses: int
     is_complete: bool = True  # False: the device ran out of memory, and the peak is what it got to
+    moments: MomentBytes | None = None  # the peak of each moment; None: not known
+    retries: int = 0  # how often the allocator found no memory, gave back what it kept, and asked again

@@ -69,5 +69,5 @@ def test_no_plan_is_slower_than_one_with_less_memory(case: str) -> None:
         assert plan.predicted_step_seconds <= 1.01 * fastest, f"{budget} bytes, after less"
         fastest = min(fastest, plan.predicted_step_seconds)
         if by_hand[RECOMPUTED].peak_bytes <= budget:
-            scale = plan.corrections.time_scale
+            scale = plan.corrections.work_scale
             assert plan.predicted_step_seconds <= 1.01 * max(1.0, scale) * by_hand[RECOMPUTED].step_seconds

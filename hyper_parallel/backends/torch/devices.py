@@ -19,6 +19,7 @@ from hyper_parallel.errors import CaptureError
 __all__ = [
     "AcceleratorBackend",
     "HostBackend",
+    "allocator_retries",
     "backend_for",
     "device_peak_bytes",
     "hide_from_modes",
@@ -41,6 +42,13 @@ def device_peak_bytes() -> int | None:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_allocated())
     return None
+
+
+def allocator_retries() -> int:
+    """How often the current accelerator's allocator found no memory, gave back what it kept, and asked again."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
+    return 0
 
 
 def hide_from_modes() -> contextlib.AbstractContextManager[None]:

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.backends.torch import graph, storages
-from hyper_parallel.backends.torch.devices import backend_for, device_peak_bytes, refuse_capture
+from hyper_parallel.backends.torch.devices import allocator_retries, backend_for, device_peak_bytes, refuse_capture
 from hyper_parallel.backends.torch.op_registry import check_op_names
 from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.adapter import DeviceBackend, FlatBytes, TensorAdapter, View
@@ -175,6 +175,10 @@ class TorchTensorAdapter(TensorAdapter):
     def device_peak_bytes(self) -> int | None:
         """See the base class."""
         return device_peak_bytes()
+
+    def allocator_retries(self) -> int:
+        """See the base class."""
+        return allocator_retries()
 
     def check_op_names(self, names: list[str], where: str) -> None:
         """See the base class."""

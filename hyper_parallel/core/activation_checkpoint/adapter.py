@@ -382,6 +382,10 @@ class TensorAdapter(abc.ABC):
         """The most bytes that the current device has held in this process; None where it does not count them."""
         return None
 
+    def allocator_retries(self) -> int:
+        """How often the current device's allocator found no memory and asked again; 0 where it does not count that."""
+        return 0
+
     def check_op_names(self, names: list[str], where: str) -> None:  # noqa: B027
         """Refuse names that no op has (PolicyError, with near misses). Accepts all where a framework cannot list its ops."""
 

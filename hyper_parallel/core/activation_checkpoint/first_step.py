@@ -30,6 +30,7 @@ def watch_first_step(output: Any, tensors: TensorAdapter, *, is_recomputed: bool
     first_step.memory.input_bytes += swapped_inputs
     if first_step.memory.peak_before_bytes is None:
         first_step.memory.peak_before_bytes = tensors.device_peak_bytes()
+        first_step.retries_before = tensors.allocator_retries()
 
     def queue_line(_: Any) -> None:
         """Write the line at the end of the backward that calls this hook."""
@@ -37,7 +38,11 @@ def watch_first_step(output: Any, tensors: TensorAdapter, *, is_recomputed: bool
         task = tensors.current_task(Position(0))
         if task is not None and not manager.first_step.is_over:
             manager.first_step.is_over = True
-            task.at_end(lambda: manager.first_step.write_line(manager.stats(), peak_bytes=tensors.device_peak_bytes()))
+            task.at_end(
+                lambda: manager.first_step.write_line(
+                    manager.stats(), peak_bytes=tensors.device_peak_bytes(), retries=tensors.allocator_retries()
+                )
+            )
 
     for register in places:
         register(queue_line)

@@ -26,6 +26,7 @@ __all__ = ["LOGGER", "FirstStep", "is_wanted", "write"]
 
 LOGGER: Final = logging.getLogger("hyper_parallel.summary")
 _OFF: Final = ("0", "false", "no", "off")
+_ALLOCATOR_SETTINGS: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -38,11 +39,16 @@ class FirstStep:
     predicted: MemoryChange | None = None  # by the plan that was applied
     before: SwapStats | None = None  # what trial steps had counted when they ended
     memory: StepMemory = dataclasses.field(default_factory=StepMemory)
+    retries_before: int = 0  # of the device's allocator, when the first region ended
     line: str = ""  # the line, once it was written
 
-    def write_line(self, stats: SwapStats, *, peak_bytes: int | None = None) -> None:
-        """Write the line about the first step. ``peak_bytes``: of the device; None where it does not count them."""
+    def write_line(self, stats: SwapStats, *, peak_bytes: int | None = None, retries: int = 0) -> None:
+        """Write the line about the first step.
+
+        ``peak_bytes``: of the device; None where it does not count them. ``retries``: of its allocator, in this process.
+        """
         self.line = _line(stats if self.before is None else _since(self.before, stats), self, peak_bytes)
+        self.line += _retries_words(retries - self.retries_before)
         write(self.line)
 
 
@@ -131,6 +137,19 @@ def _line(stats: SwapStats, first_step: FirstStep, peak_bytes: int | None) -> st
             "" if predicted in memory else f"; {predicted}"
         )  # where nothing was measured, it is what memory fell to
     return words
+
+
+def _retries_words(retries: int, environment: Mapping[str, str] | None = None) -> str:
+    """What to do about an allocator that found no memory, gave back what it kept, and asked again; empty where it did not."""
+    if retries <= 0:
+        return ""
+    environment = os.environ if environment is None else environment
+    settings = ",".join(environment.get(name, "") for name in _ALLOCATOR_SETTINGS)
+    if "expandable_segments:true" in settings.lower().replace(" ", ""):
+        advice = "give the step a smaller budget"
+    else:
+        advice = f"set {_ALLOCATOR_SETTINGS[0]}=expandable_segments:True, or give the step a smaller budget"
+    return f"; the allocator was out of memory and asked again {retries} time{'s' * (retries > 1)}, which is slow: {advice}"
 
 
 def _counted(regions: int) -> str:

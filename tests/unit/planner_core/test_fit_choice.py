@@ -15,6 +15,7 @@ from hyper_parallel.planner.plan import Plan
 from hyper_parallel.planner.planning import Planning
 from hyper_parallel.planner.profile import Profile
 from hyper_parallel.planner.simple_plans import RECOMPUTED, RECOMPUTED_SWAPPED, SWAPPED, simple_plans
+from hyper_parallel.records.step_measure import StepMeasure
 
 from .small import KIND, small_profile
 
@@ -24,14 +25,18 @@ AUTO = "the preset 'auto'"
 FITS = 125  # below the 131 of the step left alone; the smallest searched plan needs 121
 
 
-@dataclasses.dataclass(frozen=True)
-class Measure:
-    peak_bytes: int
-    step_seconds: float
-    exposed_copy_seconds: float = 0.0
-    late_loads: int = 0
-    misses: int = 0
-    is_complete: bool = True
+def measure(peak_bytes: int, step_seconds: float, *, is_complete: bool = True, retries: int = 0) -> StepMeasure:
+    return StepMeasure(
+        peak_bytes=peak_bytes,
+        step_seconds=step_seconds,
+        reserved_bytes=peak_bytes,
+        swapped_out_bytes=0,
+        exposed_copy_seconds=0.0,
+        late_loads=0,
+        misses=0,
+        is_complete=is_complete,
+        retries=retries,
+    )
 
 
 class Applied:
@@ -49,7 +54,7 @@ class Applied:
 class PaperDevice:
     """The framework's half of planning, with scripted measurements."""
 
-    def __init__(self, profile: Profile, script: dict[str, Measure | Exception]) -> None:
+    def __init__(self, profile: Profile, script: dict[str, StepMeasure | Exception]) -> None:
         self.profile, self.script = profile, script
         self.plan: Plan | None = None
         self.measured: list[str] = []
@@ -68,7 +73,7 @@ class PaperDevice:
     def apply_plan(self, model: Any, plan: Plan) -> Applied:
         return Applied(self, plan)
 
-    def measure_step(self, model: Any, step: Any, *, steps: int, **_: Any) -> Measure:
+    def measure_step(self, model: Any, step: Any, *, steps: int, **_: Any) -> StepMeasure:
         assert self.plan is not None
         self.steps.append(steps)
         reason = self.plan.blocks[0].reason
@@ -81,20 +86,20 @@ class PaperDevice:
 
 
 def fitted(
-    monkeypatch: pytest.MonkeyPatch, script: dict[str, Measure | Exception], *, budget: int = FITS, **changes: Any
+    monkeypatch: pytest.MonkeyPatch, script: dict[str, StepMeasure | Exception], *, budget: int = FITS, **changes: Any
 ) -> tuple[Applied, PaperDevice]:
     device = PaperDevice(small_profile(**changes), script)
     monkeypatch.setattr(fit, "planner_backend", lambda: device)
     return fit.fit_memory(None, lambda: None, budget, attempts=1, steps=1), device
 
 
-def script(**seconds: float) -> dict[str, Measure | Exception]:
+def script(**seconds: float) -> dict[str, StepMeasure | Exception]:
     """Everything fits; seconds by way."""
     return {
-        SEARCHED: Measure(FITS, seconds["searched"]),
-        RECOMPUTED.name: Measure(FITS - 2, seconds["recomputed"]),
-        RECOMPUTED_SWAPPED.name: Measure(FITS - 3, seconds["swapped"]),
-        AUTO: Measure(FITS - 1, seconds.get("auto", 9.0)),
+        SEARCHED: measure(FITS, seconds["searched"]),
+        RECOMPUTED.name: measure(FITS - 2, seconds["recomputed"]),
+        RECOMPUTED_SWAPPED.name: measure(FITS - 3, seconds["swapped"]),
+        AUTO: measure(FITS - 1, seconds.get("auto", 9.0)),
     }
 
 
@@ -155,7 +160,7 @@ def test_a_searched_plan_stays_while_it_is_within_one_per_cent(
 def test_a_correction_that_leads_to_the_same_plan_mends_its_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     """13 s were predicted. The corrected plan is the same one, so it is not measured again, and keeps the parts of its peak."""
     device = PaperDevice(small_profile(), script(searched=10.0, recomputed=20.0, swapped=20.0, auto=20.0))
-    device.script[SEARCHED] = Measure(121, 10.0)
+    device.script[SEARCHED] = measure(121, 10.0)
     monkeypatch.setattr(fit, "planner_backend", lambda: device)
     applied = fit.fit_memory(None, lambda: None, FITS, attempts=3, steps=1)
     assert device.measured.count(SEARCHED) == 1
@@ -169,7 +174,7 @@ def test_a_searched_plan_that_missed_its_prediction_is_answered_with_what_was_me
     monkeypatch: pytest.MonkeyPatch, attempts: int
 ) -> None:
     device = PaperDevice(small_profile(), script(searched=1.0, recomputed=2.0, swapped=2.0))
-    device.script[SEARCHED] = Measure(FITS - 8, 1.0)
+    device.script[SEARCHED] = measure(FITS - 8, 1.0)
     monkeypatch.setattr(fit, "planner_backend", lambda: device)
     applied = fit.fit_memory(None, lambda: None, FITS, attempts=attempts, steps=1)
     assert applied.plan.blocks[0].reason not in WAYS
@@ -186,11 +191,11 @@ def test_two_plans_in_a_row_that_are_no_faster_end_the_search(monkeypatch: pytes
         dataclasses.replace(first, settings=dataclasses.replace(first.settings, window_bytes=at)) for at in range(5)
     ]
     seconds = [12.0, 10.0, 11.0, 10.5, 1.0]
-    device = PaperDevice(profile, {way: Measure(FITS, 20.0) for way in WAYS})
+    device = PaperDevice(profile, {way: measure(FITS, 20.0) for way in WAYS})
     searched = iter(zip(plans, seconds))
 
     def next_plan(self: Any, *_: Any) -> Plan:
-        plan, device.script[SEARCHED] = next((plan, Measure(FITS, time)) for plan, time in searched)
+        plan, device.script[SEARCHED] = next((plan, measure(FITS, time)) for plan, time in searched)
         return plan
 
     monkeypatch.setattr(fit, "planner_backend", lambda: device)
@@ -202,24 +207,24 @@ def test_two_plans_in_a_row_that_are_no_faster_end_the_search(monkeypatch: pytes
 
 def test_a_faster_simple_plan_that_does_not_fit_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     said = script(searched=2.0, recomputed=1.0, swapped=1.0)
-    said[RECOMPUTED.name] = Measure(FITS + 1, 1.0)
-    said[RECOMPUTED_SWAPPED.name] = Measure(FITS, float("inf"), is_complete=False)
+    said[RECOMPUTED.name] = measure(FITS + 1, 1.0)
+    said[RECOMPUTED_SWAPPED.name] = measure(FITS, float("inf"), is_complete=False)
     applied, _ = fitted(monkeypatch, said)
     assert applied.plan.blocks[0].reason not in WAYS
 
 
 def test_a_step_that_fits_is_left_alone_without_another_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    applied, device = fitted(monkeypatch, {ALONE: Measure(131, 1.0)}, budget=1000)
+    applied, device = fitted(monkeypatch, {ALONE: measure(131, 1.0)}, budget=1000)
     assert applied.plan.does_nothing
     assert device.measured == [ALONE]
 
 
 def test_no_budget_is_refused_that_swapping_whole_blocks_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """101 bytes: the simulation says that nothing fits, and only measuring knows better."""
-    said: dict[str, Measure | Exception] = {
-        RECOMPUTED.name: Measure(110, 1.0),
-        RECOMPUTED_SWAPPED.name: Measure(105, 1.0),
-        SWAPPED.name: Measure(101, 9.0),
+    said: dict[str, StepMeasure | Exception] = {
+        RECOMPUTED.name: measure(110, 1.0),
+        RECOMPUTED_SWAPPED.name: measure(105, 1.0),
+        SWAPPED.name: measure(101, 9.0),
     }
     applied, device = fitted(monkeypatch, said, budget=101)
     assert applied.plan.blocks[0].reason == SWAPPED.name
@@ -228,9 +233,9 @@ def test_no_budget_is_refused_that_swapping_whole_blocks_keeps(monkeypatch: pyte
 
 
 def test_blocks_that_cannot_be_swapped_as_a_whole_are_not_an_error_of_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: dict[str, Measure | Exception] = {
-        RECOMPUTED.name: Measure(110, 1.0),
-        RECOMPUTED_SWAPPED.name: Measure(105, 1.0),
+    said: dict[str, StepMeasure | Exception] = {
+        RECOMPUTED.name: measure(110, 1.0),
+        RECOMPUTED_SWAPPED.name: measure(105, 1.0),
         SWAPPED.name: SwapImpossibleError("no"),
     }
     text = r"the smallest peak found is 105 B, measured with .*inputs swapped \(.*activations 5 B\)"
@@ -248,6 +253,30 @@ def test_a_budget_below_weights_gradients_and_states_is_refused_without_a_trial(
 
 def test_a_searched_plan_that_misses_gives_way_to_a_simple_one_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     said = script(searched=1.0, recomputed=2.0, swapped=3.0)
-    said[SEARCHED] = Measure(FITS + 50, 1.0)
+    said[SEARCHED] = measure(FITS + 50, 1.0)
     applied, _ = fitted(monkeypatch, said)
     assert applied.plan.blocks[0].reason == RECOMPUTED.name
+
+
+def test_a_plan_whose_allocator_retries_is_not_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is within the budget by active bytes, and faster than the one that is answered."""
+    said = script(searched=1.0, recomputed=2.0, swapped=3.0)
+    said[SEARCHED] = measure(FITS - 1, 1.0, retries=2)
+    applied, _ = fitted(monkeypatch, said)
+    assert applied.plan.blocks[0].reason == RECOMPUTED.name
+    assert applied.history[0]["retries"] == 2
+
+
+def test_where_every_plan_retries_the_refusal_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: dict[str, StepMeasure | Exception] = {way: measure(FITS - 1, 1.0, retries=1) for way in (*WAYS, SEARCHED)}
+    with pytest.raises(BudgetTooSmallError, match=r"1 allocator retries.*had to give back memory and ask again"):
+        fitted(monkeypatch, said)
+
+
+def test_after_a_plan_that_missed_every_block_recomputed_is_measured_before_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = PaperDevice(small_profile(), script(searched=10.0, recomputed=20.0, swapped=20.0, auto=20.0))
+    monkeypatch.setattr(fit, "planner_backend", lambda: device)
+    fit.fit_memory(None, lambda: None, FITS, attempts=3, steps=1)
+    assert device.measured[:2] == [SEARCHED, RECOMPUTED.name]

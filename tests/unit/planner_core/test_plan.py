@@ -13,10 +13,12 @@ import pytest
 import hyper_parallel as hp
 from hyper_parallel.errors import BudgetTooSmallError, PlanError
 from hyper_parallel.fates import Fate
-from hyper_parallel.planner.plan import Corrections, Plan
+from hyper_parallel.planner.corrections import Corrections
+from hyper_parallel.planner.plan import Plan
 from hyper_parallel.planner.profile import Block, FarCaps, Link, Measured, Profile, Segment
 from hyper_parallel.planner.solve import MOST_EVENTS, Solver
 from hyper_parallel.planner.step_simulator import StepSimulator
+from hyper_parallel.records.moments import MomentBytes
 
 from .small import KIND, SETTINGS, small_profile
 from .stack_profile import GIB, stack_profile
@@ -210,7 +212,7 @@ def test_a_file_that_was_changed(tmp_path: Path) -> None:
 def test_a_profile_is_no_plan(tmp_path: Path) -> None:
     small_profile().save(tmp_path / "profile.json")
     with pytest.raises(
-        PlanError, match=r"schema is 'hyper_parallel.profile/2', this version reads 'hyper_parallel.plan/1'"
+        PlanError, match=r"schema is 'hyper_parallel.profile/3', this version reads 'hyper_parallel.plan/2'"
     ):
         Plan.load(tmp_path / "profile.json")
 
@@ -267,7 +269,7 @@ def test_a_step_that_was_measured_to_fit_fits() -> None:
     plan = hp.plan_memory(profile, ALONE - 6)
     assert plan.does_nothing
     assert plan.predicted_peak_bytes == ALONE - 6
-    assert hp.plan_memory(profile, ALONE - 7).corrections.peak_bytes == 0
+    assert hp.plan_memory(profile, ALONE - 7).corrections.moments == MomentBytes()
 
 
 def test_a_step_that_did_not_fit_calibrates_nothing() -> None:
@@ -281,7 +283,7 @@ def test_a_measured_miss_is_planned_for() -> None:
     learned = first.corrections.after(
         first, measured_peak_bytes=first.predicted_peak_bytes + 9, measured_step_seconds=26.0
     )
-    assert learned == Corrections(peak_bytes=9, time_scale=2.0)
+    assert learned == Corrections.of_work(2.0, moments=MomentBytes(blocks_backward=9))
     with pytest.raises(BudgetTooSmallError, match=r"cannot hold this step"):
         hp.plan_memory(profile, first.predicted_peak_bytes, corrections=learned)
     again = hp.plan_memory(profile, first.predicted_peak_bytes + 9, corrections=learned)

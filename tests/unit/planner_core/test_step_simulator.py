@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from hyper_parallel.planner.block_trace import LEFT_ALONE, Choice
-from hyper_parallel.planner.plan import Corrections
+from hyper_parallel.planner.corrections import Corrections
 from hyper_parallel.planner.profile import (
     BlockKind,
     Cut,
@@ -20,6 +20,7 @@ from hyper_parallel.planner.profile import (
     Segment,
 )
 from hyper_parallel.planner.step_simulator import SimulatedStep, StepSimulator
+from hyper_parallel.records.moments import MOMENTS, MomentBytes
 
 from .small import KIND, SETTINGS, F, G, short_choice, small_profile
 
@@ -256,12 +257,13 @@ def test_a_swap_is_issued_out_and_back_and_its_copies_start_no_sooner() -> None:
 
 def test_time_that_is_scaled_is_the_hosts_too() -> None:
     profile = issued_in(3.0, 5.0)
-    twice = StepSimulator(profile, Corrections(time_scale=2.0)).explain((LEFT_ALONE, LEFT_ALONE), SETTINGS)
+    twice = StepSimulator(profile, Corrections.of_work(2.0)).explain((LEFT_ALONE, LEFT_ALONE), SETTINGS)
     assert twice.step_seconds == pytest.approx(2 * simulate(LEFT_ALONE, LEFT_ALONE, profile=profile).step_seconds)
 
 
 def test_corrections_shift_the_peak_and_scale_the_work() -> None:
-    corrections = Corrections(peak_bytes=17, time_scale=2.0, stall_cost=0.5)
+    more = MomentBytes.of([17] * len(MOMENTS))
+    corrections = Corrections(moments=more, work_scale=2.0, stall_cost=0.5)
     profile = small_profile(link=Link(out_bytes_per_second=1.25, in_bytes_per_second=1000.0))
     line = StepSimulator(profile, corrections).explain((SWAP, SWAP), SETTINGS)
     assert line.compute_seconds == pytest.approx(24.0)

@@ -38,6 +38,9 @@ class Meter(Protocol):
     def reserved_bytes(self) -> int:
         """The most that the allocator held."""
 
+    def retries(self) -> int:
+        """How often the allocator found no memory, gave back what it kept, and asked again; since the process began."""
+
     def reset_peak(self) -> None:
         """Start a new peak."""
 
@@ -91,6 +94,10 @@ class AcceleratorMeter:
     def reserved_bytes(self) -> int:
         """See :class:`Meter`."""
         return self._statistic("reserved_bytes.all.peak")
+
+    def retries(self) -> int:
+        """See :class:`Meter`."""
+        return self._statistic("num_alloc_retries")
 
     def reset_peak(self) -> None:
         """See :class:`Meter`."""
@@ -163,6 +170,10 @@ class SimulatedMeter:
     def reserved_bytes(self) -> int:
         """See :class:`Meter`."""
         return self._simulation.peak_bytes
+
+    def retries(self) -> int:
+        """See :class:`Meter`. The simulated allocator keeps nothing, so it has nothing to give back."""
+        return 0
 
     def reset_peak(self) -> None:
         """See :class:`Meter`."""

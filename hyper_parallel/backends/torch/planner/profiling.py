@@ -36,6 +36,7 @@ from hyper_parallel.backends.torch.planner.kinds import group_by_kind, make_kind
 from hyper_parallel.backends.torch.planner.links import engine_settings, far_caps, measure_link
 from hyper_parallel.backends.torch.planner.meters import Meter, meter_for
 from hyper_parallel.backends.torch.planner.module_calls import find_blocks_of_step
+from hyper_parallel.backends.torch.planner.moment_peaks import moments_of_trial
 from hyper_parallel.backends.torch.planner.op_observer import ObservedCall
 from hyper_parallel.backends.torch.planner.segments import (
     backward_seconds,
@@ -335,6 +336,7 @@ class _Profiler:
             peak_where=f"after {before.name}",
             reserved_bytes=max(0, self.meter.reserved_bytes()),
             under=under,
+            moments=moments_of_trial(weighed),
         )
 
 

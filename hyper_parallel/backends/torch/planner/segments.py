@@ -12,6 +12,7 @@ from hyper_parallel.planner.profile import Segment
 __all__ = [
     "backward_seconds",
     "call_of",
+    "call_order",
     "epilogue",
     "forward_seconds",
     "kept_bytes",
@@ -63,6 +64,16 @@ def made_before_blocks(memory: TrialStep) -> int:
     first = memory.calls[0].forward_begin
     assert first is not None, "every call has a beginning"
     return max(0, first.active_bytes - memory.points[0].active_bytes)
+
+
+def call_order(one: TrialStep) -> tuple[TrialPoint, ...] | None:
+    """Where blocks begin and end: first forward, last forward, first backward, and last backward where it is known."""
+    turn = _turn_of(one)
+    first = one.calls[0].forward_begin
+    if turn is None or first is None:
+        return None
+    end = one.calls[0].backward_end
+    return (first, turn.last, turn.begin) if end is None else (first, turn.last, turn.begin, end)
 
 
 def prologue(memory: TrialStep, timed: Sequence[TrialStep], input_bytes: int) -> Segment:

@@ -1,7 +1,8 @@
 """A guard around trial steps: it puts back what they change.
 
 Before: the module tree, training flags, gradients, buffers, random states and the versions of the parameters are written
-down; large values on the host, so that the device's peak is not ours. After: everything is put back.
+down; large values on the host, so that the device's peak is not ours. After: everything is put back. Gradients that were
+there before are not held on the device for that: a step that drops them has their bytes, as it would without a trial.
 
 Parameters and optimizer states are not copied: they may be larger than the host's memory. An optimizer is stopped before
 its first step changes anything, and that is an error. Parameters that the step changes by hand cannot be put back; whatever
@@ -14,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -43,7 +45,7 @@ class _Snapshot:
         self._versions = {name: parameter._version for name, parameter in self._parameters}
         with unseen():
             self._values = {name: _some_values(parameter) for name, parameter in self._parameters}
-            self._gradients = [_Value.of(parameter.grad) for _, parameter in self._parameters]
+            self._gradients = [_Gradient.of(parameter.grad) for _, parameter in self._parameters]
             self._buffers = [
                 (owner, name, _Value.of(buffer))
                 for owner in model.modules()
@@ -116,6 +118,34 @@ class _Value:
         """The tensor, with its bytes put back."""
         _local(self._tensor).detach().copy_(self._copy)
         return self._tensor
+
+
+class _Gradient:
+    """A gradient that waits on the host: a step that drops its gradients gets the device's bytes of it.
+
+    It is put back into the same tensor as long as anyone else holds that, else into a new one.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._device = tensor.device
+        self._copy = tensor.detach().to("cpu", copy=True)
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor | None) -> _Gradient | _Value | None:
+        """None for nothing. What is more than bytes (a shard, a gradient with a graph) is held itself."""
+        if tensor is None:
+            return None
+        is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.requires_grad
+        return cls(tensor) if is_plain else _Value(tensor)
+
+    def restored(self) -> torch.Tensor:
+        """The gradient, with its bytes put back."""
+        tensor = self._tensor()
+        if tensor is None:
+            return self._copy.to(self._device, copy=True)
+        tensor.detach().copy_(self._copy)
+        return tensor
 
 
 def _local(tensor: Any) -> torch.Tensor:
