@@ -51,7 +51,7 @@ def test_rules_by_module_on_compiled_blocks(compile_blocks: Any) -> None:
     with hp.apply_rules(model, SAVE_UP) as handle:
         for _ in range(2):
             assert_same(step(model, model.parameters()), wanted)
-        assert handle.stats()["decided"] == {"blocks.*.up::addmm": 1, "*::*": 5}  # blocks treated alike share one graph
+        assert handle.decided() == {"blocks.*.up::addmm": 1, "*::*": 5}  # blocks treated alike share one graph
     assert graphs_traced() == 1
     assert not graph_breaks()
     assert graphs.recomputed() == {"addmm": 0, "native_layer_norm": 1}
@@ -76,7 +76,7 @@ def test_rules_before_the_whole_model_is_compiled() -> None:
     with hp.apply_rules(model, SAVE_UP) as handle:
         compiled = torch.compile(model, backend=graphs, fullgraph=True)
         assert_same(step(compiled, model.parameters()), wanted)
-        assert handle.stats()["decided"] == {"blocks.*.up::addmm": BLOCKS, "*::*": 5 * BLOCKS}
+        assert handle.decided() == {"blocks.*.up::addmm": BLOCKS, "*::*": 5 * BLOCKS}
     assert graphs.recomputed() == {
         "addmm": 1,
         "native_layer_norm": BLOCKS,
