@@ -43,7 +43,7 @@ class ModuleTree(Protocol):
         """False for what only holds modules: it is never called, so it cannot be a region."""
 
     def refuse_own_checkpointing(self, model: Module, who: str) -> None:
-        """Raise where a module recomputes its parts by itself."""
+        """Raise where a module recomputes its parts on its own."""
 
 
 @dataclasses.dataclass(frozen=True)

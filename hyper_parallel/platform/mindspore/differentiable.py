@@ -233,6 +233,6 @@ def _refuse_second_thread(coordinator: Any) -> None:
         member="differentiable_sync_hook",
         platform="MindSporePlatform",
         reason=f"the threads {first.name!r} and {this.name!r} share a coordinator, and MindSpore's autograd is not safe in two "
-        "threads at once: it can end the process. The coordinator was disabled, so that nobody waits",
+        "threads at once: it can end the process. The coordinator was disabled, so that no thread waits",
         instead="run the two halves one after the other in one thread, with the coordinator disabled",
     )

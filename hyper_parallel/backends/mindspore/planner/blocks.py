@@ -67,8 +67,8 @@ class CellTree:
         for path, cell in self.named(model):
             if cell.__dict__.get("_recompute_cell") is not None:
                 raise PlanError(
-                    f"{who}: {path or type(model).__name__} recomputes by itself (Cell.recompute()), which would replay what was "
-                    "planned to stay. Leave that call out."
+                    f"{who}: {path or type(model).__name__} recomputes on its own (Cell.recompute()), which would replay what "
+                    "was planned to stay. Leave that call out."
                 )
 
 

@@ -260,10 +260,10 @@ class _Profiler:
         outside = [one for one in TREE.parameters(self.model) if id(one) not in inside and one.requires_grad]
         last = trials.memory.calls[-1]
         assert last.forward_end is not None, "every call ended"
-        room = active_bytes - last.forward_end.active_bytes
+        made = active_bytes - last.forward_end.active_bytes
         found = 0
         for parameter in reversed(outside):
-            if found + parameter.nbytes > room:
+            if found + parameter.nbytes > made:
                 break
             found += int(parameter.nbytes)
         return found
