@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """The command."""
-    planner_backend()  # refuses a framework that has no planner before anything is built
+    planner_backend("bench", torch_only="the observer of a step is written for torch alone")  # before anything is built
     from hyper_parallel.backends.torch.step_observation import WAYS
 
     ways = (args.ways or _DEFAULT_WAYS + (",auto" if args.budget else "")).split(",")

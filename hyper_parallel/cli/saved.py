@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """The command."""
-    backend = planner_backend("saved", "MindSpore does not say which module and line an op was called from")
+    backend = planner_backend("saved", torch_only="MindSpore does not say which module and line an op was called from")
     model, step = built_model(args.factory)
     table = backend.list_saved(model, step)
     console.data({**dataclasses.asdict(table), "total_bytes": table.total_bytes, "total_count": table.total_count})

@@ -128,18 +128,16 @@ class PlannerBackend(Protocol):
         """The ranks that must agree; None for one process."""
 
 
-def planner_backend(
-    member: str = "planner",
-    reason: str = "profiling a step and applying a plan or rules per op is not there yet on MindSpore",
-) -> PlannerBackend:
-    """The planner's adapter of the platform in use. ``member`` and ``reason``: what a refusal names, and why it is one."""
+def planner_backend(member: str = "planner", *, torch_only: str = "") -> PlannerBackend:
+    """The planner's adapter of the platform in use. ``torch_only``: why MindSpore does not serve ``member``; empty: it does."""
     from hyper_parallel.platform.platform import PlatformType, get_platform
 
-    if get_platform().platform_type is not PlatformType.PYTORCH:
+    framework = "torch" if get_platform().platform_type is PlatformType.PYTORCH else "mindspore"
+    if torch_only and framework == "mindspore":
         raise UnsupportedMemberError(
             member=member,
             platform="MindSporePlatform",
-            reason=reason,
+            reason=torch_only,
             instead="set HYPER_PARALLEL_PLATFORM=torch to use torch, where both frameworks are installed",
         )
-    return cast(PlannerBackend, importlib.import_module("hyper_parallel.backends.torch.planner"))
+    return cast(PlannerBackend, importlib.import_module(f"hyper_parallel.backends.{framework}.planner"))

@@ -10,6 +10,7 @@ import mindspore
 
 from hyper_parallel.backends.mindspore.draws import Drawing
 from hyper_parallel.backends.mindspore.graph import remember_second_order
+from hyper_parallel.backends.mindspore.graph_mode import refuse_graphs
 from hyper_parallel.backends.mindspore.region_state import RegionState
 from hyper_parallel.backends.mindspore.saved_tensors import AsyncSaveOnCpu
 from hyper_parallel.backends.mindspore.selective import create_selective_checkpoint_contexts
@@ -22,8 +23,8 @@ from hyper_parallel.platform.mindspore.device import on_cpu
 
 __all__ = ["checkpoint", "framework_checkpoint", "noop_context_fn", "swap"]
 
-_FOREIGN_OPTIONS: Final = ("determinism_check", "debug")
-"""Options of other checkpoint functions, which MindSpore would hand to the region as arguments."""
+_FOREIGN_OPTIONS: Final = {"determinism_check": "default", "debug": False}
+"""Options of torch's checkpoint and their defaults. Other values are refused: MindSpore would hand them to the region."""
 _RANDOM_STATE_OPTIONS: Final = ("preserve_rng_state", "save_rng_state")
 """One option under two names: torch's and MindSpore's own."""
 _FRAMEWORK_KEYWORDS: Final = frozenset({"use_reentrant", "output_recompute", *_RANDOM_STATE_OPTIONS, *_FOREIGN_OPTIONS})
@@ -54,7 +55,7 @@ def framework_checkpoint(
         raise ValueError(
             "checkpoint: use_reentrant=True is not the form that serves functions and contexts; leave it out"
         )
-    foreign = [option for option in _FOREIGN_OPTIONS if option in kwargs]
+    foreign = [name for name, default in _FOREIGN_OPTIONS.items() if kwargs.pop(name, default) != default]
     if foreign:
         raise ValueError(
             f"checkpoint: {foreign} are not options of mindspore.recompute; leave them out. Known are context_fn, "
@@ -154,9 +155,11 @@ _CALLS = MindSporeCalls()
 
 def checkpoint(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     """See ``hyper_parallel.checkpoint``."""
+    refuse_graphs("checkpoint")
     return _CALLS.checkpoint(function, *args, **keywords)
 
 
 def swap(function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
     """See ``hyper_parallel.swap``."""
+    refuse_graphs("swap")
     return _CALLS.swap(function, *args, **keywords)

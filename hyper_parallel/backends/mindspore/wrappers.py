@@ -20,6 +20,7 @@ from typing import Any, Final
 from mindspore import Parameter, ParameterTuple, nn
 
 from hyper_parallel.backends.mindspore.checkpointing import checkpoint, swap
+from hyper_parallel.backends.mindspore.graph_mode import eager_only
 from hyper_parallel.backends.mindspore.saved_tensors import TensorPolicy
 from hyper_parallel.backends.mindspore.tensor_adapter import TENSORS
 from hyper_parallel.config import SwapConfig
@@ -162,6 +163,7 @@ class CheckpointWrapper(wrapper.CheckpointCalls, ActivationWrapper, is_plain=Tru
 
     _checkpoint_function = checkpoint
 
+    @eager_only
     def construct(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped cell under the checkpoint function."""
         return self._call_checkpointed(args, kwargs)
@@ -172,6 +174,7 @@ class SwapWrapper(wrapper.SwapCalls, ActivationWrapper, is_plain=True):
 
     _swap_function = swap
 
+    @eager_only
     def construct(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped cell under the swap hooks."""
         if not compat.is_recording():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+import weakref
+from typing import Any, Final
 
 import mindspore
 from mindspore import mint
 
+from hyper_parallel.errors import UnsupportedMemberError
 from hyper_parallel.platform.base.differentiable import DifferentiableMembers, reduce_op_name, sync_roles
 from hyper_parallel.platform.mindspore import compat, pending, wire
 from hyper_parallel.platform.mindspore.collective_functions import (
@@ -123,6 +126,7 @@ class MindSporeDifferentiableMembers(DifferentiableMembers):
     def differentiable_sync_hook(x: Any, hook_name: str, coordinator: Any) -> Any:
         """The identity; on its way forward and backward it meets the other thread through the coordinator."""
         sync_roles("forward", hook_name)
+        _refuse_second_thread(coordinator)
         return SyncHook.apply(x, hook_name, coordinator)
 
     @staticmethod
@@ -209,3 +213,26 @@ def _must_divide(data: Any, dim: int, size: int, *, member: str) -> None:
 def _must_be_floating(data: Any, *, member: str) -> None:
     if not (data.is_floating_point() or data.is_complex()):
         raise ValueError(f"{member}: cannot average {data.dtype}; because it has no fractions; cast it, or use 'sum'")
+
+
+_THREAD_OF: Final[weakref.WeakKeyDictionary[Any, threading.Thread]] = weakref.WeakKeyDictionary()
+"""Coordinator -> the thread whose hooks used it."""
+
+
+def _refuse_second_thread(coordinator: Any) -> None:
+    """Raise where two living threads use one coordinator: two gradients at once can end a process of MindSpore."""
+    this, first = threading.current_thread(), _THREAD_OF.get(coordinator)
+    if first is None or not first.is_alive():
+        _THREAD_OF[coordinator] = first = this
+    is_enabled = getattr(coordinator, "is_enabled", None)
+    if first is this or (is_enabled is not None and not is_enabled()):
+        return
+    if is_enabled is not None:
+        coordinator.disable()  # the first thread may be waiting for this one
+    raise UnsupportedMemberError(
+        member="differentiable_sync_hook",
+        platform="MindSporePlatform",
+        reason=f"the threads {first.name!r} and {this.name!r} share a coordinator, and MindSpore's autograd is not safe in two "
+        "threads at once: it can end the process. The coordinator was disabled, so that no thread waits",
+        instead="run the two halves one after the other in one thread, with the coordinator disabled",
+    )

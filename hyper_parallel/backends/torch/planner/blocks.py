@@ -1,38 +1,74 @@
-"""Which modules of a model are its repeated blocks, where they sit in the tree, and how to tell one model from another."""
+"""Torch's modules as planning sees them: which are a model's blocks, and how they lie in one another."""
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import fnmatch
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch import nn
 
-from hyper_parallel.backends.torch.planner.block_search import BlockRef, has_forward, near_misses, search_blocks
+from hyper_parallel.backends.planning import blocks
+from hyper_parallel.backends.planning.module_tree import BlockRef, ModuleLocation
 from hyper_parallel.backends.torch.wrappers import ActivationWrapper
 from hyper_parallel.errors import PlanError
 
-__all__ = ["BlockRef", "ModuleLocation", "device_of", "find_blocks", "fingerprint_of", "locations_of", "refuse_wrapped"]
+__all__ = [
+    "TREE",
+    "BlockRef",
+    "ModuleLocation",
+    "device_of",
+    "find_blocks",
+    "fingerprint_of",
+    "locations_of",
+    "refuse_wrapped",
+]
 
 
-@dataclasses.dataclass(frozen=True)
-class ModuleLocation:
-    """Where a module is in the tree: its parent, and the name it has there."""
+class TorchTree:
+    """See :class:`~hyper_parallel.backends.planning.module_tree.ModuleTree`."""
 
-    parent: nn.Module
-    key: str
+    class_name = "torch.nn.Module"
+    containers: tuple[type, ...] = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+    wrapper_class: type = ActivationWrapper
 
-    def put(self, module: nn.Module) -> None:
-        """Put another module there; the container's own checks are not run."""
-        self.parent._modules[self.key] = module
+    def named(self, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+        """See the protocol."""
+        found: Iterable[tuple[str, nn.Module]] = module.named_modules()
+        return found
 
-    def get(self) -> nn.Module | None:
-        """The module that is there now."""
-        return self.parent._modules.get(self.key)
+    def children(self, module: nn.Module) -> dict[str, nn.Module | None]:
+        """See the protocol."""
+        return module._modules
+
+    def put_child(self, module: nn.Module, key: str, child: nn.Module) -> None:
+        """See the protocol."""
+        module._modules[key] = child
+
+    def parameters(self, module: nn.Module) -> Iterable[nn.Parameter]:
+        """See the protocol."""
+        return module.parameters()
+
+    def named_parameters(self, module: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
+        """See the protocol."""
+        return module.named_parameters()
+
+    def has_forward(self, module: nn.Module) -> bool:
+        """See the protocol. A ``ModuleList`` and a ``ModuleDict`` have none."""
+        return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+
+    def refuse_own_checkpointing(self, model: nn.Module, who: str) -> None:
+        """See the protocol."""
+        for path, module in model.named_modules():
+            if module.__dict__.get("gradient_checkpointing") is True:
+                raise PlanError(
+                    f"{who}: {path or type(model).__name__} does gradient checkpointing of its own, which would replay what was "
+                    "planned to stay. Switch it off first: model.activation_checkpointing_disable(), before transformers 5.23 "
+                    "model.gradient_checkpointing_disable()."
+                )
+
+
+TREE: Final = TorchTree()
 
 
 def require_module(model: Any, who: str) -> nn.Module:
@@ -57,12 +93,7 @@ def device_of(model: nn.Module, who: str) -> torch.device:
 
 def locations_of(root: nn.Module, module: nn.Module) -> list[ModuleLocation]:
     """Every location in the tree that holds this very module."""
-    found = []
-    for parent in root.modules():
-        for key, child in parent._modules.items():
-            if child is module:
-                found.append(ModuleLocation(parent, key))
-    return found
+    return blocks.locations_of(TREE, root, module)
 
 
 def find_blocks(
@@ -72,76 +103,15 @@ def find_blocks(
     who: str,
     calls: Callable[[], Mapping[str, int]] | None = None,
 ) -> list[BlockRef]:
-    """The repeated blocks: those that patterns name, or those that are found (see ``block_search``).
-
-    ``calls``: runs a step and says how often it calls each module, for models whose blocks are only repeated in time.
-    """
-    blocks = search_blocks(model, calls) if patterns is None else _named(model, patterns, who)
-    refuse_wrapped(model, blocks, who)
-    if blocks:
-        return blocks
-    raise PlanError(
-        f"{who}: {type(model).__name__} has no repeated blocks: no container holds callable modules with parts and parameters "
-        f"of their own{near_misses(model, has_step=calls is not None)}"
-    )
+    """See :func:`hyper_parallel.backends.planning.blocks.find_blocks`."""
+    return blocks.find_blocks(TREE, model, patterns, who=who, calls=calls)
 
 
-def _named(model: nn.Module, patterns: str | Sequence[str], who: str) -> list[BlockRef]:
-    wanted = (patterns,) if isinstance(patterns, str) else tuple(patterns)
-    if not wanted or not all(isinstance(pattern, str) and pattern for pattern in wanted):
-        raise TypeError(f"{who}: blocks are one or more patterns such as 'model.layers.*', got {patterns!r}")
-    named = [(path, module) for path, module in model.named_modules() if path]
-    blocks: list[BlockRef] = []
-    inside: set[int] = set()
-    for pattern in wanted:
-        hits = [(path, module) for path, module in named if _is_named(pattern, path)]
-        if not hits:
-            near = difflib.get_close_matches(pattern, [path for path, _ in named], n=4, cutoff=0.4)
-            raise PlanError(
-                f"{who}: no module is called {pattern!r}{'; near misses: ' + ', '.join(near) if near else ''}. A pattern is a "
-                "path from the model's root in which * stands for one name."
-            )
-        for path, module in hits:
-            if not has_forward(module):
-                raise PlanError(
-                    f"{who}: {path} (named by {pattern!r}) cannot be a block, because a {type(module).__name__} is never called; "
-                    f"its modules are. Name those, for example {f'{pattern}.*'!r}."
-                )
-            if id(module) not in inside:
-                blocks.append(BlockRef(path, module))
-                inside.update(map(id, module.modules()))
-    return blocks
-
-
-def _is_named(pattern: str, path: str) -> bool:
-    names, parts = path.split("."), pattern.split(".")
-    return len(names) == len(parts) and all(map(fnmatch.fnmatchcase, names, parts))
-
-
-def refuse_wrapped(model: nn.Module, blocks: Sequence[BlockRef], who: str) -> None:
+def refuse_wrapped(model: nn.Module, found: Sequence[BlockRef], who: str) -> None:
     """Refuse a model whose blocks are regions already."""
-    for block in blocks:
-        if isinstance(block.module, ActivationWrapper) or any(
-            isinstance(inner, ActivationWrapper) for inner in block.module.modules()
-        ):
-            raise PlanError(
-                f"{who}: {block.name} is wrapped already, or something in it is, and both would decide about the same values. "
-                "Remove what was applied before (handle.remove()), or unwrap it."
-            )
-    for path, module in model.named_modules():
-        if module.__dict__.get("gradient_checkpointing") is True:
-            raise PlanError(
-                f"{who}: {path or type(model).__name__} does gradient checkpointing of its own, which would replay what was "
-                "planned to stay. Switch it off first: model.activation_checkpointing_disable(), before transformers 5.23 "
-                "model.gradient_checkpointing_disable()."
-            )
+    blocks.refuse_wrapped(TREE, model, found, who)
 
 
 def fingerprint_of(model: nn.Module) -> str:
-    """Names one model structure: paths, classes, parameters with shapes and dtypes. Wrappers of ours do not show."""
-    digest = hashlib.sha256()
-    for path, module in model.named_modules():
-        digest.update(f"{path}:{module.__class__.__name__}\n".encode())
-    for path, parameter in model.named_parameters():
-        digest.update(f"{path}={tuple(parameter.shape)}:{parameter.dtype}\n".encode())
-    return digest.hexdigest()[:16]
+    """Names one model structure."""
+    return blocks.fingerprint_of(TREE, model)

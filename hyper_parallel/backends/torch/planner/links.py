@@ -1,4 +1,4 @@
-"""The way to far memory as it was in the step: both directions, the cost of one copy, of pinning, and how much there is."""
+"""The way to far memory as it was in the step: both directions, the cost of one copy and of pinning."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ from typing import Final
 
 import torch
 
-from hyper_parallel.backends.torch.planner.meters import Meter
+from hyper_parallel.backends.planning.links import rate_of
+from hyper_parallel.backends.planning.meters import Meter
 from hyper_parallel.backends.torch.storages import unseen
-from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.adapter import DeviceBackend
-from hyper_parallel.core.activation_checkpoint.far.process_memory import default_host_limit_bytes
 from hyper_parallel.core.activation_checkpoint.timing import LinkSpan
-from hyper_parallel.planner.profile import EngineSettings, FarCaps, Link
+from hyper_parallel.planner.profile import Link
 
-__all__ = ["engine_settings", "far_caps", "measure_link"]
+__all__ = ["measure_link"]
 
 _PROBE_BYTES: Final = 64 * 2**20
 _SMALL_PROBE_BYTES: Final = 2**20
-_LEAST_SPAN_BYTES: Final = 4 * 2**20  # below this a copy's fixed cost hides the link
 _PROBES: Final = 5
 
 
@@ -30,7 +28,7 @@ def measure_link(backend: DeviceBackend, meter: Meter, spans: Sequence[LinkSpan]
     if meter.is_simulated:
         rate = _host_rate()
         return Link(out_bytes_per_second=rate, in_bytes_per_second=rate)
-    out, back = _rate(spans, "copy out"), _rate(spans, "copy back")
+    out, back = rate_of(spans, "copy out"), rate_of(spans, "copy back")
     started = time.perf_counter()
     host = backend.allocate_host(_PROBE_BYTES, pinned=True)
     pin_seconds = time.perf_counter() - started
@@ -45,15 +43,6 @@ def measure_link(backend: DeviceBackend, meter: Meter, spans: Sequence[LinkSpan]
         copy_seconds=max(0.0, small - _SMALL_PROBE_BYTES / (_PROBE_BYTES / large[0])),
         pin_seconds_per_byte=pin_seconds / _PROBE_BYTES,
     )
-
-
-def _rate(spans: Sequence[LinkSpan], track: str) -> float | None:
-    rates = [
-        span.nbytes / (span.end_us - span.start_us) * 1e6
-        for span in spans
-        if span.track == track and span.nbytes >= _LEAST_SPAN_BYTES and span.end_us > span.start_us
-    ]
-    return statistics.median(rates) if rates else None
 
 
 def _copy_seconds(
@@ -84,24 +73,3 @@ def _host_rate() -> float:
             target.copy_(source)
             times.append(time.perf_counter() - started)
     return float(source.numel() / max(statistics.median(times), 1e-9))
-
-
-def far_caps(config: SwapConfig) -> FarCaps:
-    """How much far memory the settings allow."""
-    has_host = "pinned" in config.tiers or "pageable" in config.tiers
-    limit = default_host_limit_bytes() if config.host_limit is None else config.host_limit
-    return FarCaps(host_bytes=limit if has_host else 0)
-
-
-def engine_settings(config: SwapConfig) -> EngineSettings:
-    """The settings as the engine reads them; a plan may choose what the user left open."""
-    unset = EngineSettings()
-    chosen = (config.window_bytes, config.tail_bytes, config.prefetch_bytes)
-    window, tail, prefetch = chosen
-    return EngineSettings(
-        window_bytes=unset.window_bytes if window is None else window,
-        tail_bytes=unset.tail_bytes if tail is None else tail,
-        prefetch_bytes=unset.prefetch_bytes if prefetch is None else prefetch,
-        min_bytes=config.min_bytes,
-        is_tunable=all(value is None for value in chosen),
-    )

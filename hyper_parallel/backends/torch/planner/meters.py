@@ -5,68 +5,19 @@ Bytes are *active* bytes: a block that a copy stream still owns counts, as it do
 
 from __future__ import annotations
 
-import time
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 
+from hyper_parallel.backends.planning.meters import Mark, Meter, SimulatedMeter
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import PlanError
 from hyper_parallel.simulation.backend import SimulatedBackend
-from hyper_parallel.simulation.simulation import Simulation
 
 __all__ = ["AcceleratorMeter", "Meter", "SimulatedMeter", "has_device_memory", "meter_for"]
 
-Mark = Any  # torch.Event | float
-
 _SLEEP_CYCLES: Final = 2_000_000  # about a millisecond
 _LONGEST_HOLD_S: Final = 0.5
-
-
-class Meter(Protocol):
-    """What is read of a device while trial steps run."""
-
-    device_name: str
-    is_simulated: bool
-
-    def active_bytes(self) -> int:
-        """Bytes in use now."""
-
-    def peak_bytes(self) -> int:
-        """The most since :meth:`reset_peak`."""
-
-    def reserved_bytes(self) -> int:
-        """The most that the allocator held."""
-
-    def retries(self) -> int:
-        """How often the allocator found no memory, gave back what it kept, and asked again; since the process began."""
-
-    def reset_peak(self) -> None:
-        """Start a new peak."""
-
-    def capacity_bytes(self) -> int | None:
-        """All bytes that this process could use: free, and held by its allocator. None: nothing limits them."""
-
-    def total_bytes(self) -> int | None:
-        """The memory of the whole device, all processes included; None where it has no limit."""
-
-    def mark(self) -> Mark:
-        """This moment on the device."""
-
-    def seconds(self, start: Mark, end: Mark) -> float:
-        """Device time between two marks; after :meth:`wait`."""
-
-    def wait(self) -> None:
-        """Let the device finish what is queued."""
-
-    def hold(self, seconds: float) -> None:
-        """Keep the device busy for about this long, so that what is queued meanwhile then runs without gaps."""
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """Whether this is the device saying that it is full."""
-
-    def release_cached(self) -> None:
-        """After an error: give back what the allocator keeps."""
 
 
 class AcceleratorMeter:
@@ -148,65 +99,6 @@ class AcceleratorMeter:
     def release_cached(self) -> None:
         """See :class:`Meter`."""
         self._module.empty_cache()
-
-
-class SimulatedMeter:
-    """The simulated accelerator: its bytes are counted, its time is the host's."""
-
-    is_simulated = True
-    device_name = "simulated accelerator"
-
-    def __init__(self, simulation: Simulation) -> None:
-        self._simulation = simulation
-
-    def active_bytes(self) -> int:
-        """See :class:`Meter`."""
-        return self._simulation.live_bytes
-
-    def peak_bytes(self) -> int:
-        """See :class:`Meter`."""
-        return self._simulation.peak_bytes
-
-    def reserved_bytes(self) -> int:
-        """See :class:`Meter`."""
-        return self._simulation.peak_bytes
-
-    def retries(self) -> int:
-        """See :class:`Meter`. The simulated allocator keeps nothing, so it has nothing to give back."""
-        return 0
-
-    def reset_peak(self) -> None:
-        """See :class:`Meter`."""
-        self._simulation.reset_peak()
-
-    def capacity_bytes(self) -> int | None:
-        """See :class:`Meter`."""
-        return self._simulation.capacity_bytes
-
-    def total_bytes(self) -> int | None:
-        """See :class:`Meter`."""
-        return self._simulation.capacity_bytes
-
-    def mark(self) -> Mark:
-        """See :class:`Meter`."""
-        return time.perf_counter()
-
-    def seconds(self, start: Mark, end: Mark) -> float:
-        """See :class:`Meter`."""
-        return max(0.0, float(end) - float(start))
-
-    def wait(self) -> None:
-        """See :class:`Meter`."""
-
-    def hold(self, seconds: float) -> None:
-        """See :class:`Meter`."""
-
-    def is_out_of_memory(self, error: BaseException) -> bool:
-        """See :class:`Meter`."""
-        return isinstance(error, MemoryError)
-
-    def release_cached(self) -> None:
-        """See :class:`Meter`."""
 
 
 def has_device_memory() -> bool:

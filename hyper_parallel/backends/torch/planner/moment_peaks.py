@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from hyper_parallel.backends.planning.meters import Meter
+from hyper_parallel.backends.planning.segments import call_order
+from hyper_parallel.backends.planning.trials import TrialPoint, TrialStep
 from hyper_parallel.backends.torch.graph import is_in_backward
-from hyper_parallel.backends.torch.planner.meters import Meter
-from hyper_parallel.backends.torch.planner.segments import call_order
 from hyper_parallel.backends.torch.planner.survey import on_backward
-from hyper_parallel.backends.torch.planner.trial_steps import TrialPoint, TrialStep
 from hyper_parallel.records.moments import MOMENTS, MomentBytes
 
 __all__ = ["MomentPeaks", "moments_of_trial", "watched_moments"]

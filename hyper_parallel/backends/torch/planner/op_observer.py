@@ -7,73 +7,25 @@ its storage; views are followed to the op that made the bytes.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hyper_parallel.backends.planning.meters import Meter
+from hyper_parallel.backends.planning.observed import SIDE_OUTPUT, ObservedCall, ObservedOp
 from hyper_parallel.backends.torch.graph import next_sequence
 from hyper_parallel.backends.torch.ops import facts_of, is_weight_cast
-from hyper_parallel.backends.torch.planner.meters import Meter
 from hyper_parallel.backends.torch.planner.module_paths import ModulePaths
 from hyper_parallel.backends.torch.planner.op_names import op_name, op_overload
 from hyper_parallel.backends.torch.storages import alias, storage_watch
 from hyper_parallel.planner.profile import BLOCK_INPUT
 
 __all__ = ["ObservedCall", "OpObserver", "ObservedOp", "plain_tensors"]
-
-_SIDE_OUTPUT: Final = 8  # an output this many times smaller than all of an op's outputs is a by-product
-
-
-@dataclasses.dataclass
-class ObservedOp:
-    """One op instance of one block call."""
-
-    name: str
-    overload: str
-    module: str
-    occurrence: int
-    is_asked: bool  # whether a region's policy is asked about it
-    is_keepable: bool
-    reason: str
-    is_random: bool
-    sequence: int  # of the autograd node it belongs to
-    output_bytes: int = 0
-    kept_bytes: int = 0
-    workspace_bytes: int = 0
-    inputs: tuple[int, ...] = ()
-    alias: int | None = None
-    kept_by: set[int] = dataclasses.field(default_factory=set)
-    start: Any = None  # a meter's mark
-    end: Any = None
-
-    @property
-    def signature(self) -> tuple[Any, ...]:
-        """What identical blocks have in common."""
-        return self.name, self.overload, self.module, self.output_bytes, self.is_keepable, self.alias, self.inputs
-
-
-@dataclasses.dataclass
-class ObservedCall:
-    """One call of one block."""
-
-    block: str
-    ops: list[ObservedOp] = dataclasses.field(default_factory=list)
-    input_storages: dict[int, int] = dataclasses.field(default_factory=dict)  # storage key: bytes
-    input_kept_by: set[int] = dataclasses.field(default_factory=set)
-    first_sequence: int = 0
-    last_sequence: int = 0
-    module_calls: dict[str, int] = dataclasses.field(default_factory=dict)  # inside the block, by path
-
-    @property
-    def signature(self) -> tuple[Any, ...]:
-        """Equal for blocks of one kind."""
-        return tuple(op.signature for op in self.ops)
 
 
 def plain_tensors(tree: Any) -> list[torch.Tensor]:
@@ -230,7 +182,7 @@ class OpObserver(TorchDispatchMode):
             return
         op = self.seen.ops[producer]
         # The means of a norm are held by the norm itself; that must not tie its output, which another op holds, to it.
-        if storage.nbytes() * _SIDE_OUTPUT >= op.output_bytes:
+        if storage.nbytes() * SIDE_OUTPUT >= op.output_bytes:
             op.kept_by.add(reader)
         op.kept_bytes += self._sizes.pop((producer, storage._cdata), 0)
 

@@ -23,22 +23,9 @@ import torch
 from torch import nn
 
 from hyper_parallel._version import __version__
-from hyper_parallel.backends.torch.devices import backend_for
-from hyper_parallel.backends.torch.planner.blocks import (
-    BlockRef,
-    device_of,
-    fingerprint_of,
-    require_module,
-)
-from hyper_parallel.backends.torch.planner.device_memory import memory_of, optimizers_of
-from hyper_parallel.backends.torch.planner.host_costs import Issued, host_cost, issued
-from hyper_parallel.backends.torch.planner.kinds import group_by_kind, make_kind, shared_storages
-from hyper_parallel.backends.torch.planner.links import engine_settings, far_caps, measure_link
-from hyper_parallel.backends.torch.planner.meters import Meter, meter_for
-from hyper_parallel.backends.torch.planner.module_calls import find_blocks_of_step
-from hyper_parallel.backends.torch.planner.moment_peaks import moments_of_trial
-from hyper_parallel.backends.torch.planner.op_observer import ObservedCall
-from hyper_parallel.backends.torch.planner.segments import (
+from hyper_parallel.backends.planning.engine_settings import engine_settings, far_caps
+from hyper_parallel.backends.planning.kinds import group_by_kind, make_kind, shared_storages
+from hyper_parallel.backends.planning.segments import (
     backward_seconds,
     call_of,
     epilogue,
@@ -48,6 +35,21 @@ from hyper_parallel.backends.torch.planner.segments import (
     median,
     prologue,
 )
+from hyper_parallel.backends.torch.devices import backend_for
+from hyper_parallel.backends.torch.planner.blocks import (
+    TREE,
+    BlockRef,
+    device_of,
+    fingerprint_of,
+    require_module,
+)
+from hyper_parallel.backends.torch.planner.device_memory import memory_of, optimizers_of
+from hyper_parallel.backends.torch.planner.host_costs import Issued, host_cost, issued
+from hyper_parallel.backends.torch.planner.links import measure_link
+from hyper_parallel.backends.torch.planner.meters import Meter, meter_for
+from hyper_parallel.backends.torch.planner.module_calls import find_blocks_of_step
+from hyper_parallel.backends.torch.planner.moment_peaks import moments_of_trial
+from hyper_parallel.backends.torch.planner.op_observer import ObservedCall
 from hyper_parallel.backends.torch.planner.survey import Survey, require_step, surveyed
 from hyper_parallel.backends.torch.planner.trial_guard import restored_after
 from hyper_parallel.backends.torch.planner.trial_steps import (
@@ -148,7 +150,7 @@ class _Profiler:
     def run(self) -> Profile:
         """All trials, then the record."""
         survey = self._survey()
-        kinds, stand_ins = group_by_kind(survey.calls, self.blocks)
+        kinds, stand_ins = group_by_kind(TREE, survey.calls, self.blocks)
         observed = {survey.calls[at].block for at in stand_ins}
         base = self._base()
         memory = self._trial(observed, rest=REPLAYED, reads_memory=True)

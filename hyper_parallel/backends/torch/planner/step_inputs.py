@@ -1,105 +1,25 @@
-"""The shapes that a module is called with: written down while a step is surveyed, watched while a plan is applied."""
+"""The shapes that a torch module is called with; see ``backends/planning/step_inputs.py``."""
 
 from __future__ import annotations
 
-import inspect
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
-from hyper_parallel.backends.torch.graph import is_in_backward
-from hyper_parallel.config import show_bytes
-from hyper_parallel.errors import PlanWarning
-from hyper_parallel.planner.step_inputs import InputShape, StepInputs
+from hyper_parallel.backends.planning import step_inputs
+from hyper_parallel.backends.torch.planner.framework import TORCH
+from hyper_parallel.planner.step_inputs import InputShape
 
 __all__ = ["InputWatch", "shapes_of"]
 
 
 def shapes_of(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[InputShape, ...]:
     """Every tensor that a call gives to a module, by the name of its argument."""
-    found: list[InputShape] = []
-    for name, value in (*zip(_argument_names(module), args), *kwargs.items()):
-        found.extend(_shapes_in(name, value))
-    return tuple(found)
+    return step_inputs.shapes_of(TORCH, module, args, kwargs)
 
 
-def _argument_names(module: nn.Module) -> Iterator[str]:
-    """The names of the positional arguments of ``forward``, and numbers after the last."""
-    try:
-        parameters = inspect.signature(module.forward).parameters.values()
-    except (TypeError, ValueError):
-        parameters = ()  # type: ignore[assignment]  # a forward without a signature
-    names = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    yield from names
-    at = len(names)
-    while True:
-        yield f"argument {at}"
-        at += 1
+class InputWatch(step_inputs.InputWatch):
+    """A hook on a torch module."""
 
-
-def _shapes_in(name: str, value: Any) -> Iterator[InputShape]:
-    if isinstance(value, torch.Tensor):
-        yield InputShape(name=name, shape=tuple(map(int, value.shape)), dtype=str(value.dtype).removeprefix("torch."))
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _shapes_in(f"{name}[{key!r}]", item)
-    elif isinstance(value, tuple | list):
-        for at, item in enumerate(value):
-            yield from _shapes_in(f"{name}[{at}]", item)
-
-
-class InputWatch:
-    """A hook that warns, once, when a module is called with more than the plan was fitted on.
-
-    In a copy of the model, or a pickled one, it does nothing.
-    """
-
-    def __init__(self, inputs: StepInputs | None = None, budget_bytes: int = 0) -> None:
-        self._inputs = inputs
-        self._budget_bytes = budget_bytes
-        self._handle: Any = None  # torch.utils.hooks.RemovableHandle
-
-    def put_on(self, model: nn.Module) -> None:
-        """Watch the module whose inputs are known."""
-        assert self._inputs is not None, "an empty watch is only in copies"
-        target = _module_at(model, self._inputs.module)
-        self._handle = target.register_forward_pre_hook(self, with_kwargs=True)
-
-    def remove(self) -> None:
-        """Watch no more."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Look at one call."""
-        if self._inputs is None or not torch.is_grad_enabled() or torch.compiler.is_compiling() or is_in_backward():
-            return
-        longer = self._inputs.longer_in(shapes_of(module, args, kwargs))
-        if not longer:
-            return
-        self._inputs = None  # once
-        what = "; ".join(f"{given}, fitted on {fitted.shape}" for fitted, given in longer[:4])
-        warnings.warn(
-            f"{type(module).__name__}: this batch is longer than the one that its plan was fitted on: {what}. The plan does not "
-            f"know what such a step takes, so it may need more than the budget of {show_bytes(self._budget_bytes)}. Fit on the "
-            "longest batch of the training (a step that uses it), or pad to the fitted length. This is said once.",
-            PlanWarning,
-            stacklevel=2,
-        )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return InputWatch, ()
-
-
-def _module_at(model: nn.Module, path: str) -> nn.Module:
-    """What is in the tree at this path: the module, or the wrapper in its place."""
-    found = model
-    for name in path.split(".") if path else ():
-        child = found._modules[name]
-        assert child is not None, "the plan's model has a module at this path"
-        found = child
-    return found
+    framework = TORCH

@@ -7,7 +7,6 @@ surveyed as well.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,57 +14,20 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from hyper_parallel.backends.planning.survey import Survey, op_table, require_step
 from hyper_parallel.backends.torch.checkpointing import checkpoint
 from hyper_parallel.backends.torch.graph import is_in_backward
 from hyper_parallel.backends.torch.planner.blocks import BlockRef, device_of, require_module
 from hyper_parallel.backends.torch.planner.module_calls import find_blocks_of_step
 from hyper_parallel.backends.torch.planner.module_paths import ModulePaths
-from hyper_parallel.backends.torch.planner.op_observer import ObservedCall, OpObserver
+from hyper_parallel.backends.torch.planner.op_observer import OpObserver
 from hyper_parallel.backends.torch.planner.replacements import Replacements
 from hyper_parallel.backends.torch.planner.step_inputs import shapes_of
 from hyper_parallel.backends.torch.planner.trial_guard import restored_after
-from hyper_parallel.errors import PlanError
-from hyper_parallel.planner.rules import INPUT, OpRow, OpTable
-from hyper_parallel.planner.step_inputs import InputShape, StepInputs
+from hyper_parallel.planner.rules import OpTable
+from hyper_parallel.planner.step_inputs import InputShape
 
 __all__ = ["Survey", "list_ops", "require_step", "surveyed"]
-
-
-def require_step(step: Any, who: str) -> Callable[[], Any]:
-    """The step, or an error that says what was given instead."""
-    if not callable(step):
-        raise TypeError(f"{who}: step must be a callable that runs one forward and backward, got {step!r}")
-    return step  # type: ignore[no-any-return]
-
-
-@dataclasses.dataclass
-class Survey:
-    """What one step ran, in order."""
-
-    calls: list[ObservedCall] = dataclasses.field(default_factory=list)
-    shapes: list[tuple[InputShape, ...]] = dataclasses.field(default_factory=list)  # of each call's arguments
-    inputs: StepInputs | None = None  # of the model; where the step calls only modules inside, of the first block
-    has_backward: bool = False
-
-    def add_inputs(self, path: str, tensors: tuple[InputShape, ...]) -> None:
-        """Write down what the model, or one of its blocks, was called with."""
-        if self.inputs is None:
-            self.inputs = StepInputs(module=path, tensors=tensors)
-        elif self.inputs.module == path:
-            self.inputs = self.inputs.merged(tensors)
-
-    def check(self, who: str, blocks: Sequence[BlockRef]) -> None:
-        """Refuse a step that runs no block with gradients, or no backward."""
-        if not self.calls:
-            raise PlanError(
-                f"{who}: the step ran none of the model's blocks ({blocks[0].name} .. {blocks[-1].name}) with gradients enabled. "
-                "Give a step that calls this very model, in training, outside torch.no_grad()."
-            )
-        if not self.has_backward:
-            raise PlanError(
-                f"{who}: the step never ran a backward through the blocks; activations are only kept for one. Give a step that "
-                "computes a loss from the model's output and calls loss.backward()."
-            )
 
 
 class _SurveyedBlock:
@@ -140,22 +102,4 @@ def list_ops(model: Any, step: Callable[[], Any], *, blocks: str | Sequence[str]
         with surveyed(model, found) as survey:
             step()
         survey.check(who, found)
-    rows: dict[tuple[str, str], list[int]] = {}
-    for call in survey.calls:
-        _count(rows, (call.block, INPUT), sum(call.input_storages.values()))
-        for op in call.ops:
-            if op.is_asked:
-                path = f"{call.block}.{op.module}" if op.module else call.block
-                _count(rows, (path, op.name), op.output_bytes)
-    return OpTable(
-        tuple(
-            OpRow(module=module, op=op, count=count, output_bytes=nbytes)
-            for (module, op), (count, nbytes) in rows.items()
-        )
-    )
-
-
-def _count(rows: dict[tuple[str, str], list[int]], key: tuple[str, str], nbytes: int) -> None:
-    row = rows.setdefault(key, [0, 0])
-    row[0] += 1
-    row[1] += nbytes
+    return op_table(survey.calls)

@@ -6,7 +6,7 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 
-from hyper_parallel.backends.torch.planner.trial_steps import BlockCall, TrialPoint, TrialStep
+from hyper_parallel.backends.planning.trials import BlockCall, TrialPoint, TrialStep
 from hyper_parallel.planner.profile import Segment
 
 __all__ = [

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-from hyper_parallel.backends.torch.planner.blocks import BlockRef
-from hyper_parallel.backends.torch.planner.op_observer import ObservedCall, ObservedOp
-from hyper_parallel.backends.torch.planner.trial_steps import BlockCall, TrialStep
+from hyper_parallel.backends.planning.module_tree import BlockRef, ModuleTree, structure_of
+from hyper_parallel.backends.planning.observed import ObservedCall, ObservedOp
+from hyper_parallel.backends.planning.trials import BlockCall, TrialStep
 from hyper_parallel.planner.profile import BLOCK_INPUT, BlockKind, Cut, CutRegion, OpProfile
 
 __all__ = ["group_by_kind", "make_kind", "shared_storages"]
@@ -19,16 +19,15 @@ _LEAST_OPS_OF_A_REGION: Final = 3
 _LARGE_SHARE: Final = 0.2  # of the block's time: a child worth a region of its own
 
 
-def group_by_kind(calls: Sequence[ObservedCall], blocks: Sequence[BlockRef]) -> tuple[list[int], list[int]]:
+def group_by_kind(
+    tree: ModuleTree, calls: Sequence[ObservedCall], blocks: Sequence[BlockRef]
+) -> tuple[list[int], list[int]]:
     """The kind of every call, and for every kind the call that stands for it.
 
     Calls are alike when the module's class, its parameters and its ops are.
     """
     modules = {block.name: block.module for block in blocks}
-    structures = [
-        (modules[call.block].__class__, tuple(tuple(p.shape) for p in modules[call.block].parameters()))
-        for call in calls
-    ]
+    structures = [structure_of(tree, modules[call.block]) for call in calls]
     exact = [(structure, call.signature) for structure, call in zip(structures, calls)]
     variety = Counter(structure for structure, _ in set(exact))
     keys = [full if variety[full[0]] <= _MOST_KINDS_OF_ONE_CLASS else (full[0], ()) for full in exact]

@@ -1,0 +1,58 @@
+"""What a step really takes: peak of active bytes, time, and what the engine had to wait for."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from hyper_parallel.backends.planning.meters import Meter
+from hyper_parallel.core.activation_checkpoint.swap import SwapManager
+from hyper_parallel.records.step_measure import StepMeasure
+
+__all__ = ["incomplete", "measure"]
+
+
+def measure(step: Callable[[], Any], meter: Meter, *, steps: int, warmup: int) -> StepMeasure:
+    """Peak and time of the step. The first steps pin far memory and learn the link; they are not measured."""
+    meter.reset_peak()
+    for _ in range(warmup):
+        step()
+    gc.collect()
+    meter.wait()
+    meter.reset_peak()
+    before = SwapManager().stats()
+    times = []
+    for _ in range(steps):
+        start = meter.mark()
+        step()
+        times.append((start, meter.mark()))
+    meter.wait()
+    peak, reserved = meter.peak_bytes(), meter.reserved_bytes()
+    after = SwapManager().stats()
+    return StepMeasure(
+        peak_bytes=peak,
+        step_seconds=statistics.median(meter.seconds(start, end) for start, end in times),
+        reserved_bytes=reserved,
+        swapped_out_bytes=(after.swapped_out_bytes - before.swapped_out_bytes) // steps,
+        exposed_copy_seconds=(after.exposed_copy_us - before.exposed_copy_us) / 1e6 / steps,
+        late_loads=after.late_loads - before.late_loads,
+        misses=after.misses - before.misses,
+    )
+
+
+def incomplete(meter: Meter) -> StepMeasure:
+    """The measure of a step that did not fit."""
+    peak, reserved = meter.peak_bytes(), meter.reserved_bytes()
+    meter.release_cached()
+    return StepMeasure(
+        peak_bytes=peak,
+        step_seconds=float("inf"),
+        reserved_bytes=reserved,
+        swapped_out_bytes=0,
+        exposed_copy_seconds=0.0,
+        late_loads=0,
+        misses=0,
+        is_complete=False,
+    )
