@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 
 from hyper_parallel.backends.planning.block_search import BlockSearch
+from hyper_parallel.backends.planning.module_paths import path_in_block
 from hyper_parallel.backends.planning.module_tree import BlockRef, Module, ModuleLocation, ModuleTree
 from hyper_parallel.errors import PlanError
 
@@ -102,6 +103,4 @@ def fingerprint_of(tree: ModuleTree, model: Module) -> str:
 
 def module_paths(tree: ModuleTree, blocks: Sequence[BlockRef]) -> list[str]:
     """The paths of these blocks and of everything inside them."""
-    return [
-        f"{block.name}.{inner}" if inner else block.name for block in blocks for inner, _ in tree.named(block.module)
-    ]
+    return [path_in_block(block.name, inner) for block in blocks for inner, _ in tree.named(block.module)]

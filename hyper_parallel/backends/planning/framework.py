@@ -54,8 +54,11 @@ class Framework(Protocol):
     def wrapped(self, module: Module, checkpoint_fn: Callable[..., Any]) -> Module:
         """A wrapper whose calls go through ``checkpoint_fn``."""
 
-    def refuse_compiled(self, path: str, module: Module) -> None:
-        """Raise where single ops of the module cannot be seen."""
+    def refuse_compiled(self, path: str, module: Module, *, may_be_whole: bool = False) -> None:
+        """Raise where single ops of the module cannot be seen. ``may_be_whole``: only where a part of it is compiled."""
+
+    def is_compiled_whole(self, module: Module) -> bool:
+        """Whether a region on this module goes into the module's own graph."""
 
     def set_predicted(self, predicted: MemoryChange | None) -> None:
         """Let the line about the first step name what a plan predicts."""

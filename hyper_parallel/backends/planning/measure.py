@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import statistics
 from collections.abc import Callable
@@ -9,20 +10,34 @@ from typing import Any
 
 from hyper_parallel.backends.planning.meters import Meter
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
+from hyper_parallel.records.moments import MomentBytes
 from hyper_parallel.records.step_measure import StepMeasure
 
 __all__ = ["incomplete", "measure"]
 
 
-def measure(step: Callable[[], Any], meter: Meter, *, steps: int, warmup: int) -> StepMeasure:
-    """Peak and time of the step. The first steps pin far memory and learn the link; they are not measured."""
+def measure(
+    step: Callable[[], Any],
+    meter: Meter,
+    *,
+    steps: int,
+    warmup: int,
+    watch: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    moments: Callable[[], MomentBytes | None] | None = None,
+) -> StepMeasure:
+    """Peak and time of the step. The first steps pin far memory and learn the link; they are not measured.
+
+    ``watch`` is around the last of those, and ``moments`` says afterwards which peaks it saw.
+    """
     meter.reset_peak()
-    for _ in range(warmup):
+    for _ in range(warmup - 1):
+        step()
+    with watch():
         step()
     gc.collect()
     meter.wait()
     meter.reset_peak()
-    before = SwapManager().stats()
+    before, retries = SwapManager().stats(), meter.retries()
     times = []
     for _ in range(steps):
         start = meter.mark()
@@ -39,12 +54,14 @@ def measure(step: Callable[[], Any], meter: Meter, *, steps: int, warmup: int) -
         exposed_copy_seconds=(after.exposed_copy_us - before.exposed_copy_us) / 1e6 / steps,
         late_loads=after.late_loads - before.late_loads,
         misses=after.misses - before.misses,
+        moments=None if moments is None else moments(),
+        retries=meter.retries() - retries,
     )
 
 
-def incomplete(meter: Meter) -> StepMeasure:
-    """The measure of a step that did not fit."""
-    peak, reserved = meter.peak_bytes(), meter.reserved_bytes()
+def incomplete(meter: Meter, *, highest: int = 0) -> StepMeasure:
+    """The measure of a step that did not fit. ``highest``: the peak before the meter was last reset."""
+    peak, reserved = max(meter.peak_bytes(), highest), meter.reserved_bytes()
     meter.release_cached()
     return StepMeasure(
         peak_bytes=peak,

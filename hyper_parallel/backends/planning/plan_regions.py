@@ -79,6 +79,12 @@ class _ByOccurrence(PolicyTable):
         key = self._framework.op_name(op), self._framework.op_overload(op)
         return self._fates.get(key, CheckpointPolicy.PREFER_RECOMPUTE)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ByOccurrence) and self._fates == other._fates
+
+    def __hash__(self) -> int:
+        return hash(frozenset((op, frozenset(fates.items())) for op, fates in self._fates.items()))
+
 
 class AppliedPlan(AppliedBlocks):
     """A plan on a model: ``stats()``, ``report(path)``, ``remove()``, or a ``with`` block."""

@@ -37,17 +37,24 @@ class Replacements:
         self._done: list[_Replaced] = []
 
     def wrap(
-        self, path: str, module: Module, checkpoint_fn: Callable[..., Any], *, may_be_compiled: bool = False
+        self,
+        path: str,
+        module: Module,
+        checkpoint_fn: Callable[..., Any],
+        *,
+        may_be_compiled: bool = False,
+        may_be_in_graph: bool = False,
     ) -> None:
         """Let every call of ``module`` go through ``checkpoint_fn``.
 
         ``may_be_compiled``: the function treats the module as a whole and does not decide about single ops.
+        ``may_be_in_graph``: the function's region can be put into the graph of a module that is compiled as a whole.
         """
         locations = locations_of(self._framework.tree, self._model, module)
         if not locations:
             raise PlanError(f"{path}: cannot be wrapped, because it is the model itself; name the modules inside it")
         if not may_be_compiled:
-            self._framework.refuse_compiled(path, module)
+            self._framework.refuse_compiled(path, module, may_be_whole=may_be_in_graph)
         wrapper = self._framework.wrapped(module, checkpoint_fn)
         for location in locations:
             location.put(wrapper)

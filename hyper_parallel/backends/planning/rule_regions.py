@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from hyper_parallel.backends.planning.blocks import module_paths
 from hyper_parallel.backends.planning.framework import Framework
-from hyper_parallel.backends.planning.module_paths import ModulePaths
+from hyper_parallel.backends.planning.module_paths import ModulePaths, path_in_block
 from hyper_parallel.backends.planning.module_tree import BlockRef, Module
 from hyper_parallel.backends.planning.replacements import AppliedBlocks, Replacements
 from hyper_parallel.core.activation_checkpoint.activation_checkpoint import CheckpointPolicy
@@ -18,9 +18,9 @@ from hyper_parallel.errors import PlanError
 from hyper_parallel.fates import Fate
 from hyper_parallel.planner.rules import INPUT, OpTable, RuleSet
 
-__all__ = ["AppliedRules", "RuledRegion", "apply_rules_to"]
+__all__ = ["AppliedRules", "POLICIES", "RuledRegion", "apply_rules_to"]
 
-_POLICIES = {
+POLICIES = {
     (Fate.SWAP, False): CheckpointPolicy.MUST_SWAP,
     (Fate.SAVE, False): CheckpointPolicy.MUST_SAVE,
     (Fate.RECOMPUTE, False): CheckpointPolicy.MUST_RECOMPUTE,
@@ -34,8 +34,18 @@ class RuledRegion(PolicyTable):
 
     framework: ClassVar[Framework]
 
-    def __init__(self, block: str, rules: RuleSet, paths: ModulePaths | None) -> None:
+    def __init__(
+        self,
+        block: str,
+        rules: RuleSet,
+        paths: ModulePaths | None,
+        *,
+        inner: tuple[str, ...],
+        traced: Counter[tuple[str, str]],
+    ) -> None:
         self.block = block
+        self._inner = inner  # the paths of the modules inside
+        self._traced = traced  # what graphs ask while they are traced; one for all blocks
         self._rules = rules
         self._paths = paths  # None: all modules of the block get the same answers
         self._answers: dict[tuple[str, Any], tuple[CheckpointPolicy, tuple[str, str]]] = {}
@@ -64,7 +74,7 @@ class RuledRegion(PolicyTable):
         if answer is None:
             name = self.framework.op_name(op)
             rule = self._rules.rule_for(path, name)
-            answer = self._answers[path, key] = _POLICIES[rule.fate, rule.is_preference], (path, name)
+            answer = self._answers[path, key] = POLICIES[rule.fate, rule.is_preference], (path, name)
         self.seen[answer[1]] += 1
         return answer[0]
 
@@ -80,9 +90,15 @@ class AppliedRules(AppliedBlocks):
     """Rules on a model; ``stats()``, ``remove()``, or a ``with`` block."""
 
     def __init__(
-        self, replacements: Replacements, rules: RuleSet, regions: Sequence[RuledRegion], paths: ModulePaths | None
+        self,
+        replacements: Replacements,
+        rules: RuleSet,
+        regions: Sequence[RuledRegion],
+        paths: ModulePaths | None,
+        traced: Counter[tuple[str, str]],
     ) -> None:
         super().__init__(replacements)
+        self._traced = traced  # what traced graphs have asked; once for blocks that share a graph
         self._rules = rules
         self._regions = regions
         self._paths = paths
@@ -90,7 +106,7 @@ class AppliedRules(AppliedBlocks):
 
     def check_at_first_forward(self, model: Module) -> None:
         """Look, when the first forward ends, whether every rule matched something."""
-        self._check = model.register_forward_hook(_FirstForward(self))
+        self._check = model.register_forward_hook(_FirstForward(self, self._regions[0].framework.is_compiling))
 
     def forward_ended(self) -> None:
         """Refuse, and take off, rules of which one matched nothing."""
@@ -128,6 +144,7 @@ class AppliedRules(AppliedBlocks):
         total: Counter[tuple[str, str]] = Counter()
         for region in self._regions:
             total.update(region.seen)
+        total.update(self._traced)
         return total
 
     def remove(self) -> None:
@@ -157,11 +174,12 @@ class AppliedRules(AppliedBlocks):
 class _FirstForward:
     """The hook that checks; in a copy of the model, or a pickled one, it does nothing."""
 
-    def __init__(self, handle: AppliedRules | None = None) -> None:
+    def __init__(self, handle: AppliedRules | None = None, is_compiling: Callable[[], bool] | None = None) -> None:
         self._handle = handle
+        self._is_compiling = is_compiling
 
     def __call__(self, module: Module, args: Any, output: Any) -> None:
-        if self._handle is not None:
+        if self._handle is not None and self._is_compiling is not None and not self._is_compiling():
             self._handle.forward_ended()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -187,23 +205,32 @@ def apply_rules_to(
             rules.check_matched((row.module, row.op) for row in list_ops())
     if rules.spares_last_block and len(found) > 1:
         found = found[:-1]
-    paths = ModulePaths() if any(_depends_on_module(framework, rules, block) for block in found) else None
+    depends = any(_depends_on_module(framework, rules, block) for block in found)
+    paths = ModulePaths(framework.is_compiling) if depends else None
     replacements = Replacements(framework, model)
-    regions = [region_class(block.name, rules, paths) for block in found]
+    traced: Counter[tuple[str, str]] = Counter()
+    regions = [
+        region_class(block.name, rules, paths, inner=_inner_paths(framework, block), traced=traced) for block in found
+    ]
     try:
         if paths is not None:
-            paths.watch(framework.tree, found)
+            # A traced graph says itself which module an op is in, and hooks would give each block a graph of its own.
+            paths.watch(framework.tree, (block for block in found if not framework.is_compiled_whole(block.module)))
         for block, region in zip(found, regions):
-            replacements.wrap(block.name, block.module, region)
+            replacements.wrap(block.name, block.module, region, may_be_in_graph=True)
     except BaseException:
         if paths is not None:
             paths.remove()
         replacements.restore()
         raise
-    handle = AppliedRules(replacements, rules, regions, paths)
+    handle = AppliedRules(replacements, rules, regions, paths, traced)
     if list_ops is None or rules.may_match_nothing:
         handle.check_at_first_forward(model)
     return handle
+
+
+def _inner_paths(framework: Framework, block: BlockRef) -> tuple[str, ...]:
+    return tuple(path_in_block("", inner) for inner, _ in framework.tree.named(block.module))
 
 
 def _depends_on_module(framework: Framework, rules: RuleSet, block: BlockRef) -> bool:

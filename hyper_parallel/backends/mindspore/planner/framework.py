@@ -60,7 +60,11 @@ class MindSporeFramework:
         """See the protocol."""
         return CheckpointWrapper(module, checkpoint_fn)
 
-    def refuse_compiled(self, path: str, module: Any) -> None:
+    def is_compiled_whole(self, module: Any) -> bool:
+        """Never: a region is refused in a graph."""
+        return False
+
+    def refuse_compiled(self, path: str, module: Any, *, may_be_whole: bool = False) -> None:
         """See the protocol. A jitted cell is one op to a dispatch mode, and MindSpore does not show it to one."""
         for inner, cell in TREE.named(module):
             construct = cell.__dict__.get("construct", type(cell).construct)

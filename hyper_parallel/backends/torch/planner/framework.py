@@ -15,6 +15,7 @@ from hyper_parallel.backends.torch.planner.blocks import TREE
 from hyper_parallel.backends.torch.planner.compiled import refuse_compiled
 from hyper_parallel.backends.torch.planner.op_names import op_name, op_overload
 from hyper_parallel.backends.torch.wrappers import CheckpointWrapper
+from hyper_parallel.platform.torch import compat
 
 __all__ = ["TORCH"]
 
@@ -41,6 +42,10 @@ class TorchFramework:
     def forward_of(self, module: nn.Module) -> Callable[..., Any]:
         """See the protocol."""
         return module.forward
+
+    def is_compiled_whole(self, module: nn.Module) -> bool:
+        """See the protocol."""
+        return compat.compiler_of(module) is not None
 
     def known_ops(self) -> list[str]:
         """See the protocol."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import statistics
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hyper_parallel.backends.planning.measure import incomplete, measure
 from hyper_parallel.backends.torch.planner.blocks import device_of, require_module
-from hyper_parallel.backends.torch.planner.meters import Meter, meter_for
+from hyper_parallel.backends.torch.planner.meters import meter_for
 from hyper_parallel.backends.torch.planner.moment_peaks import MomentPeaks, watched_moments
 from hyper_parallel.backends.torch.planner.survey import require_step
 from hyper_parallel.backends.torch.planner.trial_guard import restored_after
-from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.records.step_measure import StepMeasure
 
 __all__ = ["measure_step"]
@@ -41,65 +40,16 @@ def measure_step(
     device = device_of(model, who)
     meter = meter_for(device, who=who)
     moments = MomentPeaks(meter)
+    watch = functools.partial(watched_moments, model, blocks, moments)
+    run = functools.partial(measure, step, meter, steps=steps, warmup=warmup, watch=watch, moments=moments.peaks)
     try:
         with contextlib.nullcontext() if is_guarded else restored_after(model, device, who=who):
-            watch = lambda: watched_moments(model, blocks, moments)  # noqa: E731
-            measured = _measure(step, meter, moments, watch, steps=steps, warmup=warmup)
+            measured = run()
             if measured.retries:
                 meter.release_cached()
-                measured = _measure(step, meter, moments, watch, steps=steps, warmup=warmup)
+                measured = run()
             return measured
     except Exception as error:
         if not meter.is_out_of_memory(error):
             raise
-    peak, reserved = max(meter.peak_bytes(), moments.highest), meter.reserved_bytes()
-    meter.release_cached()
-    return StepMeasure(
-        peak_bytes=peak,
-        step_seconds=float("inf"),
-        reserved_bytes=reserved,
-        swapped_out_bytes=0,
-        exposed_copy_seconds=0.0,
-        late_loads=0,
-        misses=0,
-        is_complete=False,
-    )
-
-
-def _measure(
-    step: Callable[[], Any],
-    meter: Meter,
-    moments: MomentPeaks,
-    watch: Callable[[], contextlib.AbstractContextManager[None]],
-    *,
-    steps: int,
-    warmup: int,
-) -> StepMeasure:
-    meter.reset_peak()
-    for _ in range(warmup - 1):
-        step()
-    with watch():
-        step()
-    gc.collect()
-    meter.wait()
-    meter.reset_peak()
-    before, retries = SwapManager().stats(), meter.retries()
-    times = []
-    for _ in range(steps):
-        start = meter.mark()
-        step()
-        times.append((start, meter.mark()))
-    meter.wait()
-    peak, reserved = meter.peak_bytes(), meter.reserved_bytes()
-    after = SwapManager().stats()
-    return StepMeasure(
-        peak_bytes=peak,
-        step_seconds=statistics.median(meter.seconds(start, end) for start, end in times),
-        reserved_bytes=reserved,
-        swapped_out_bytes=(after.swapped_out_bytes - before.swapped_out_bytes) // steps,
-        exposed_copy_seconds=(after.exposed_copy_us - before.exposed_copy_us) / 1e6 / steps,
-        late_loads=after.late_loads - before.late_loads,
-        misses=after.misses - before.misses,
-        moments=moments.peaks(),
-        retries=meter.retries() - retries,
-    )
+    return incomplete(meter, highest=moments.highest)

@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.backends.planning.meters import Meter
+from hyper_parallel.backends.planning.module_paths import ModulePaths
 from hyper_parallel.backends.planning.observed import SIDE_OUTPUT, ObservedCall, ObservedOp
 from hyper_parallel.backends.torch.graph import next_sequence
 from hyper_parallel.backends.torch.ops import facts_of, is_weight_cast
-from hyper_parallel.backends.torch.planner.module_paths import ModulePaths
 from hyper_parallel.backends.torch.planner.op_names import op_name, op_overload
 from hyper_parallel.backends.torch.storages import alias, storage_watch
 from hyper_parallel.planner.profile import BLOCK_INPUT

@@ -14,8 +14,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import hyper_parallel
-from hyper_parallel.backends.torch.planner.blocks import device_of, require_module
-from hyper_parallel.backends.torch.planner.module_paths import ModulePaths
+from hyper_parallel.backends.planning.module_paths import ModulePaths
+from hyper_parallel.backends.torch.planner.blocks import TREE, device_of, require_module
 from hyper_parallel.backends.torch.planner.survey import require_step
 from hyper_parallel.backends.torch.planner.trial_guard import restored_after
 from hyper_parallel.backends.torch.storages import NO_STORAGE_ERRORS, alias, is_parameter_derived
@@ -39,7 +39,7 @@ def list_saved(model: Any, step: Callable[[], Any]) -> SavedTable:
     paths = ModulePaths()
     seen = _SavedValues(model, paths)
     with restored_after(model, device_of(model, who), who=who):
-        paths.watch_module("", model)
+        paths.watch_module(TREE, "", model)
         try:
             with torch.autograd.graph.saved_tensors_hooks(seen.pack, _unchanged):
                 step()

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from hyper_parallel.backends.planning.module_paths import ModulePaths
 from hyper_parallel.backends.planning.survey import Survey, op_table, require_step
 from hyper_parallel.backends.torch.checkpointing import checkpoint
 from hyper_parallel.backends.torch.graph import is_in_backward
-from hyper_parallel.backends.torch.planner.blocks import BlockRef, device_of, require_module
+from hyper_parallel.backends.torch.planner.blocks import TREE, BlockRef, device_of, require_module
 from hyper_parallel.backends.torch.planner.module_calls import find_blocks_of_step
-from hyper_parallel.backends.torch.planner.module_paths import ModulePaths
 from hyper_parallel.backends.torch.planner.op_observer import OpObserver
 from hyper_parallel.backends.torch.planner.replacements import Replacements
 from hyper_parallel.backends.torch.planner.step_inputs import shapes_of
@@ -82,7 +82,7 @@ def surveyed(model: nn.Module, blocks: Sequence[BlockRef]) -> Iterator[Survey]:
 
     hook = model.register_forward_pre_hook(add_model_inputs, with_kwargs=True)
     try:
-        paths.watch(blocks)
+        paths.watch(TREE, blocks)
         for block in blocks:
             replacements.wrap(block.name, block.module, _SurveyedBlock(block, paths, survey))
         yield survey

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.backends.planning.meters import Meter
+from hyper_parallel.backends.planning.module_paths import ModulePaths
 from hyper_parallel.backends.planning.trials import (
     ALONE,
     KEEP_NOTHING,
@@ -29,8 +30,7 @@ from hyper_parallel.backends.planning.trials import (
 )
 from hyper_parallel.backends.torch.checkpointing import checkpoint
 from hyper_parallel.backends.torch.graph import is_in_backward
-from hyper_parallel.backends.torch.planner.blocks import BlockRef
-from hyper_parallel.backends.torch.planner.module_paths import ModulePaths
+from hyper_parallel.backends.torch.planner.blocks import TREE, BlockRef
 from hyper_parallel.backends.torch.planner.op_observer import OpObserver, plain_tensors
 from hyper_parallel.backends.torch.planner.replacements import Replacements
 from hyper_parallel.backends.torch.planner.survey import on_backward
@@ -153,7 +153,7 @@ def trial_step(
     paths, replacements = ModulePaths(), Replacements(model)
     ended = model.register_forward_hook(lambda *_: _mark_model_end(result))
     try:
-        paths.watch([block for block in blocks if how[block.name] == OBSERVED])
+        paths.watch(TREE, [block for block in blocks if how[block.name] == OBSERVED])
         for block in blocks:
             replacements.wrap(block.name, block.module, _TrialBlock(block, how[block.name], paths, result))
         meter.reset_peak()
