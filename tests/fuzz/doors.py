@@ -65,10 +65,10 @@ class Plain:
             return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
 
     def swap_wrapper(self, function, **settings):
-        return lambda *args, **kwargs: self.swap(function, *args, **settings, **kwargs)
+        return Wrapped(self.swap, function, settings)
 
     def checkpoint_wrapper(self, function, **settings):
-        return lambda *args, **kwargs: self.checkpoint(function, *args, **settings, **kwargs)
+        return Wrapped(self.checkpoint, function, settings)
 
     def swap_tensor_wrapper(self, tree, tag=None):
         return tree
@@ -78,6 +78,27 @@ class Plain:
 
     class CheckpointPolicy:
         MUST_SAVE = PREFER_SAVE = MUST_RECOMPUTE = PREFER_RECOMPUTE = MUST_SWAP = None
+
+
+class Wrapped:
+    """A wrapped function or module without us."""
+
+    def __init__(self, run, function, settings):
+        self.run, self.function, self.settings = run, function, settings
+
+    def __call__(self, *args, **kwargs):
+        own = {name: kwargs.pop(name) for name in list(kwargs) if name in OF_TORCH}
+        function = functools.partial(self.function, **own) if own else self.function
+        return self.run(function, *args, **self.settings, **kwargs)
+
+
+OF_TORCH = (
+    "debug",
+    "early_stop",
+    "function",
+    "preserve_rng_state",
+    "determinism_check",
+)  # of its checkpoint's settings
 
 
 def copy_with_strides(tensor):
@@ -149,6 +170,60 @@ class Block(torch.nn.Module):
 
     def forward(self, *args, **kwargs):
         return self.function(*args, **kwargs)
+
+
+class Reading(torch.nn.Module):
+    """A function as a module that hands it the weights which the module has at the moment."""
+
+    def __init__(self, function, weights):
+        super().__init__()
+        self.function = function
+        self.count = len(weights)
+        for index, weight in enumerate(weights):
+            if isinstance(weight, torch.nn.Parameter):
+                self.register_parameter(f"w{index}", weight)
+            else:
+                self.register_buffer(f"w{index}", weight)
+
+    def forward(self, *args, **kwargs):
+        return self.function([getattr(self, f"w{index}") for index in range(self.count)], *args, **kwargs)
+
+
+class Outer(torch.nn.Module):
+    """A model with one layer."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *args, **kwargs):
+        return self.layer(*args, **kwargs)
+
+
+def other_weights(wrapped, weights, *args, **kwargs):
+    """``functional_call`` of a wrapped layer, with weights that come from its own by one step."""
+    other = {f"w{index}": weight * 0.75 + 0.125 for index, weight in enumerate(weights)}
+    if isinstance(wrapped, Wrapped):  # a replay of torch's checkpoint would find the layer's own weights
+        layer = wrapped.function
+
+        def inside(*args, **kwargs):
+            return torch.func.functional_call(layer, other, args, kwargs)
+
+        return Wrapped(wrapped.run, inside, wrapped.settings)(*args, **kwargs)
+    return torch.func.functional_call(wrapped, other, args, kwargs)
+
+
+def weights_inside(wrapped, weights, *args, **kwargs):
+    """The same for a model that has the wrapped layer in it."""
+    if isinstance(wrapped, Wrapped):
+        return other_weights(wrapped, weights, *args, **kwargs)
+    other = {f"layer.w{index}": weight * 0.75 + 0.125 for index, weight in enumerate(weights)}
+    return torch.func.functional_call(Outer(wrapped), other, args, kwargs)
+
+
+def by_keyword(x, value):
+    """A result that shows which keyword arrived."""
+    return x * value.detach().mean().to(x.dtype) if torch.is_tensor(value) else x * (3 if value else 5)
 
 
 KEPT = []  # weak references to what the hooks of the run that goes on keep, and to its inputs without elements

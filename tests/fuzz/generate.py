@@ -52,6 +52,10 @@ class HypothesisChoices:
         return int(self._draw(self._strategies.integers(low, high)))
 
 
+_KEYWORDS = ("debug", "early_stop", "function", "preserve_rng_state", "determinism_check")
+"""Of torch's checkpoint; at a wrapper's call they are the module's."""
+
+
 def _chance(choices: Choices, percent: int) -> bool:
     return choices.integer(0, 99) >= 100 - percent
 
@@ -119,7 +123,31 @@ class _Draft:
             else choices.one_of(("none", "none", "none", "none", "none", "save_even", "all_save")),
             early_stop=not _chance(choices, 10),
             config=self.config() if _chance(choices, 10) else (),
-            module=self.rarely(("module", "forward_hook", "backward_hook")) if kind.endswith("_wrapper") else "none",
+            **(self.call() if kind.endswith("_wrapper") else {}),
+        )
+
+    def call(self) -> dict[str, str]:
+        """How a wrapper is called, where the territory has more than one way."""
+        percent = self.territory.call_percent
+        if not percent:
+            return {"module": self.rarely(("module", "forward_hook", "backward_hook"))}
+        choices = self.choices
+        module = choices.one_of(("module", "other_weights", "weights_inside")) if _chance(choices, percent) else "none"
+        keyword = f"{choices.one_of(_KEYWORDS)}={choices.one_of(('True', 'False', 'C[0]'))}"
+        return {"module": module, "keyword": keyword if _chance(choices, percent) else "none"}
+
+    def region(self, body: tuple[Op | Span, ...]) -> Span:
+        """One recomputed region around all of it, or around its first nodes alone, so that no op outside raises first."""
+        choices = self.choices
+        kind = choices.one_of(("checkpoint_wrapper", "checkpoint"))
+        return Span(
+            kind=kind,
+            body=body[: choices.one_of((1, 2, 20))],
+            outs=self.outs(),
+            swap_inputs=_chance(choices, 50),
+            policy=self.policy() if _chance(choices, self.territory.policy_percent) else None,
+            early_stop=not _chance(choices, 10),
+            **(self.call() if kind.endswith("_wrapper") else {}),
         )
 
     def policy(self) -> Policy:
@@ -229,6 +257,21 @@ _DOUBLES: tuple[tuple[Action, ...], ...] = (
 )
 
 
+def _weight_changes(choices: Choices) -> tuple[Action, ...]:
+    """A schedule that changes a weight in place. After the first error by name a run ends."""
+    change = Action(kind="change_weight", at=choices.integer(0, 25))
+    step = Action(kind="step")
+    schedules: tuple[tuple[Action, ...], ...] = (
+        (_f(0), change, _b(0)),
+        (_f(0), _b(0), step, _f(1), change, _b(1)),
+        (_f(0), _f(1), change, _b(1)),
+        (_f(0), change, _f(1), _b(1), _b(0)),
+        (_f(0), _b(0, True), change, _b(0)),
+        (_f(0), change, _f(0), _b(0)),
+    )
+    return choices.one_of(schedules)
+
+
 def generate(choices: Choices, territory: Territory = WIDE) -> Program:
     """One program."""
     draft = _Draft(choices, territory)
@@ -247,6 +290,10 @@ def generate(choices: Choices, territory: Territory = WIDE) -> Program:
     )
     if territory.double_percent and _chance(choices, territory.double_percent):
         program = dataclasses.replace(program, threads=(choices.one_of(_DOUBLES),))
+    if territory.weight_percent and _chance(choices, territory.weight_percent):
+        program = dataclasses.replace(program, threads=(_weight_changes(choices),), is_wild=False)
+        if _chance(choices, 60):
+            program = dataclasses.replace(program, body=(draft.region(program.body),))
     return _with_rare_parts(program, draft) if territory.rare_percent else program
 
 

@@ -228,6 +228,11 @@ class Run:
             for value in self.batch(batch)[at % 2 :]:
                 value.mul_(0.5)
 
+    def change_weight(self, label, batch, at, retain):
+        """As an optimizer does that steps between a forward and its backward."""
+        with torch.no_grad():
+            self.weights[at % len(self.weights)].mul_(0.5)
+
     def step(self, label, batch, at, retain):
         if self.losses or len(self.program["THREADS"]) > 1:
             return  # an update between forward and backward is torch's own in-place error, or a wrong recompute
@@ -492,6 +497,23 @@ def faults_of(program, reference, ours, device):
     return faults
 
 
+def changes_a_weight(program):
+    return any(kind == "change_weight" for actions in program["THREADS"] for kind, *_ in actions)
+
+
+def is_right_until_it_raises(program, ours, device):
+    """Whether a run is that of a program without any checkpoint, or raised by name after being right.
+
+    Torch's own checkpoint recomputes with a changed weight and says nothing: to be equal to it proves nothing.
+    """
+    raised = next((at for at, (_, value) in enumerate(ours.entries) if value == "in-place"), None)
+    for way in ("exact", "bare"):
+        entries = without_effects(run_once(program, Plain(way), device).entries)
+        if ours.entries == entries or (raised is not None and ours.entries[:raised] == entries[:raised]):
+            return True
+    return False
+
+
 def main(program, device):
     """Compare, and say what differs. 0 when nothing does."""
     import hyper_parallel
@@ -505,6 +527,9 @@ def main(program, device):
         lines += ["forward left other things behind"] * (effects_among(ours.entries) != wanted)
     reference.entries, ours.entries = without_effects(reference.entries), without_effects(ours.entries)
     lines += faults_of(program, reference, ours, device)
+    if changes_a_weight(program):
+        lines += ["neither right nor an error by name"] * (not is_right_until_it_raises(program, ours, device))
+        reference.entries = ours.entries
     for expected, got in zip(reference.entries, ours.entries):
         if expected != got:
             lines.append(f"without us {shown(expected)}")

@@ -81,7 +81,8 @@ class Span:
     tensor_policy: str = "none"  # of swaps: none | save_even | all_save
     early_stop: bool = True
     config: tuple[tuple[str, Any], ...] = ()  # settings of this span only
-    module: str = "none"  # of wrappers: none | module | forward_hook | backward_hook
+    module: str = "none"  # of wrappers: none | module | forward_hook | backward_hook | other_weights | weights_inside
+    keyword: str = "none"  # of wrappers: a keyword of the module with its value, such as "debug=True"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

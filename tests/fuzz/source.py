@@ -182,7 +182,10 @@ class Lowering:
         form = "tuple" if span.kind == "torch_reentrant" else span.form
         # A captured tensor that torch's reentrant checkpoint returns becomes its output in place: a graph with a cycle.
         kept = "clone({})" if span.kind == "torch_reentrant" else "{}"
-        lines += [f"return {_packed([kept.format(value.name) for value in results], form)}"]
+        texts = [kept.format(value.name) for value in results]
+        if keyword := _keyword(span):
+            texts[0] = f"by_keyword({texts[0]}, {keyword[0]})"
+        lines += [f"return {_packed(texts, form)}"]
         passing = self._passing(span, [*arguments, *results] if span.calls > 1 else arguments)
         self._define(span, number, [value.name for value in arguments], passing, lines)
         calls = 1 if writes_inputs or not arguments else span.calls
@@ -207,12 +210,17 @@ class Lowering:
         return span.passing
 
     def _define(self, span: Span, number: int, names: list[str], passing: str, lines: list[str]) -> None:
-        parameters = ", ".join(names)
-        if passing == "kwargs" and names:
-            parameters = f"*, {parameters}"
+        keyword = _keyword(span)
+        by_name = [keyword[0]] if keyword else []
+        by_position = ["W"] if _reads_weights(span) else []
+        if passing == "kwargs":
+            by_name = names + by_name
         elif passing == "nested":
             lines = [f"[{', '.join(names)}], _ = box['values'], box['other']", *lines]
-            parameters = "box"
+            by_position.append("box")
+        else:
+            by_position += names
+        parameters = ", ".join([*by_position, *["*"] * bool(by_name), *by_name])
         self.definitions += [f"def span{number}({parameters}):", *_indent(lines)]
         if span.policy is not None and span.kind in _CHECKPOINTS:
             self.definitions.append(f"policy{number} = {_policy(span.policy)}")
@@ -221,6 +229,8 @@ class Lowering:
             # Torch's own backward hooks of a module keep the gradients on the module: two threads take each other's.
             module = "module" if span.module == "backward_hook" and self._is_shared else span.module
             inside = f"span{number}" if module == "none" else f"Block(span{number}, W, {module!r})"
+            if _reads_weights(span):
+                inside = f"Reading(span{number}, W)"
             self.definitions.append(f"wrapped{number} = hp.{span.kind}({inside}{keywords})")
 
     def _keywords(self, span: Span, number: int) -> list[str]:
@@ -249,6 +259,9 @@ class Lowering:
             function = f"span{number}"
         elif span.kind.endswith("_wrapper"):
             function = f"wrapped{number}"
+            keywords = ["=".join(_keyword(span))] if _keyword(span) else []
+            if _reads_weights(span):
+                function, given = span.module, [function, "W", *given]
         elif span.kind in THEIRS:
             is_refused = span.kind == "torch_selective" and not self._allows_selective
             function = "torch_checkpoint_of" if is_refused else f"{span.kind}_of"
@@ -271,6 +284,16 @@ class Lowering:
 
 def _pick(visible: list[Value], ref: int) -> Value:
     return visible[len(visible) - 1 - ref % len(visible)]
+
+
+def _reads_weights(span: Span) -> bool:
+    """Whether its function is given the weights of its module, which the caller may replace."""
+    return span.kind.endswith("_wrapper") and span.module in ("other_weights", "weights_inside")
+
+
+def _keyword(span: Span) -> list[str]:
+    """The name and the value of a wrapped module's own keyword; nothing where it has none."""
+    return span.keyword.split("=") if span.kind.endswith("_wrapper") and span.keyword != "none" else []
 
 
 def _used_names(lines: list[str], results: list[Value]) -> set[str]:

@@ -1,7 +1,9 @@
 """Where a generator may go: which operations, spans and schedules it draws from.
 
 ``first`` is the territory of the recorded runs, whose programs keep their numbers. Each rare family has a territory of its
-own, in which it is every third operation, and ``wide`` has everything.
+own, in which it is every third operation. ``calls`` has wrapped layers that are called with other weights than their own
+(``functional_call``) or with keywords that torch's checkpoint takes, and schedules that change a weight before backward; torch's
+own checkpoint is wrong there, so it is not in ``wide``, which has everything else.
 """
 
 from __future__ import annotations
@@ -58,6 +60,8 @@ _ALL_RARE = tuple(tuple(family) for family in RARE.values())
 _OVER_LEAVES = ("linear", "linear", "linear_bias", "linear_of_values", "fresh_leaf")
 _ON_A_TAPE = ("checkpoint", "checkpoint_wrapper", "swap", "checkpoint", "checkpoint_wrapper", "swap_wrapper", "no_grad",
               "autocast", "plain")  # fmt: skip
+_CALLED = ("checkpoint_wrapper", "checkpoint_wrapper", "checkpoint_wrapper", "swap_wrapper", "checkpoint", "swap",
+           "no_grad", "autocast", "plain")  # fmt: skip
 _AROUND = (
     "enable_grad",
     "autocast_off",
@@ -79,6 +83,8 @@ class Territory:
     autocast_percent: int = 0  # how often all of the model runs under autocast
     double_percent: int = 0  # how often the schedule takes second derivatives
     policy_percent: int = 70  # how often a checkpoint has a policy
+    call_percent: int = 0  # how often a wrapper is called with other weights, and how often with a keyword of torch's
+    weight_percent: int = 0  # how often the schedule changes a weight between a forward and its backward
     rare_percent: int = 0  # how often a wrapper is a module, a weight is no parameter, two threads share a graph
 
     @property
@@ -99,6 +105,9 @@ TERRITORIES: dict[str, Territory] = {
     "state": Territory(families=_FAMILIES + (tuple(STATE),) * 8, policy_ops=_RARE_OPS),
     "effects": Territory(
         families=_FAMILIES + (tuple(EFFECTS),) * 10, span_kinds=_ON_A_TAPE, double_percent=15, policy_percent=15
+    ),
+    "calls": Territory(
+        families=_FAMILIES + (_MATRICES,) * 8, span_kinds=_CALLED, policy_percent=40, call_percent=60, weight_percent=50
     ),
     "second": Territory(families=_FAMILIES + _ALL_RARE, span_kinds=_ON_A_TAPE, double_percent=80, policy_percent=30),
     "around": Territory(span_kinds=_SPAN_KINDS + _AROUND * 2),

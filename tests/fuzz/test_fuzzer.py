@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -36,8 +37,9 @@ from fuzz.program import (
 from fuzz.shrink import shrink
 from fuzz.source import program_to_script, program_to_source
 from fuzz.vocabulary import EFFECTS, FUNCTIONS, RARE, SPECS, STATE
-from hyper_parallel.backends.torch import ops, selective
+from hyper_parallel.backends.torch import ops, region_state, selective
 from hyper_parallel.backends.torch.region_state import RegionState
+from hyper_parallel.core.activation_checkpoint import wrapper
 from hyper_parallel.core.activation_checkpoint.packed import KeptValue, SwappedValue
 from hyper_parallel.core.activation_checkpoint.python_state import PythonState
 from hyper_parallel.core.activation_checkpoint.record import Record
@@ -111,6 +113,44 @@ def test_state_that_forward_writes_has_a_territory_of_its_own() -> None:
     assert {f"op:{name}" for name in STATE} <= seen
 
 
+def test_how_layers_are_called_has_a_territory_of_its_own() -> None:
+    seen: set[str] = set()
+    for number in range(300):
+        seen |= features_of(program_number(4, number, "calls"))
+    names = ("debug", "early_stop", "function", "preserve_rng_state", "determinism_check")
+    assert {f"keyword:{name}" for name in names} <= seen
+    assert {"module:other_weights", "module:weights_inside", "action:change_weight"} <= seen
+
+
+def _without_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RegionState, "changed", lambda self: {})
+
+
+def _without_weights_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RegionState, "_has_place", lambda self, value: False)
+
+
+def _without_watching_what_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(region_state, "_watched_saves", lambda where, changed: contextlib.nullcontext())
+
+
+def _with_keywords_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrapper's call hands the module's keywords on under their own names, where torch takes some for itself."""
+    monkeypatch.setattr(wrapper, "keep_apart", lambda module, kwargs, taken: (module, kwargs))
+
+
+@pytest.mark.parametrize(
+    "sabotage",
+    [_without_versions, _without_weights_by_place, _without_watching_what_is_saved, _with_keywords_for_torch],
+)
+def test_a_region_that_reads_other_weights_or_keywords_is_noticed(
+    sabotage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYPER_PARALLEL_NATIVE", "0")  # a tape has checks of its own
+    sabotage(monkeypatch)
+    assert any(not judge(program_number(5, number, "calls")).is_good for number in range(200))
+
+
 def test_effects_and_second_derivatives_have_territories_of_their_own() -> None:
     seen: set[str] = set()
     for number in range(300):
@@ -164,7 +204,7 @@ def test_a_program_written_before_a_field_existed_is_still_read() -> None:
     for tensor in data["weights"] + data["inputs"] + data["constants"]:
         del tensor["is_parameter"], tensor["hook"]
     for span in _spans_in(data["body"]):
-        del span["module"]
+        del span["module"], span["keyword"]
     assert from_json(json.dumps(data)) == program_number(0, 7, "first")
 
 

@@ -171,6 +171,26 @@ def test_a_mark_inside_torchs_reentrant_checkpoint_leaves_no_hooks_behind() -> N
     assert torch.equal(x.grad, torch.ones(3, 4).cos())
 
 
+@pytest.mark.parametrize("native", ["1", "0"], ids=["native", "python"])
+def test_a_weight_that_changed_is_noticed_where_the_replay_ends_before_the_op_that_reads_it(
+    native: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Program 283 of a run in ``calls``: the watch looked at ops alone, and the last one of a replay may never run.
+    monkeypatch.setenv("HYPER_PARALLEL_NATIVE", native)
+    weights = [torch.nn.Parameter(torch.full((2, 2), 3.0))]
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, weights[0])
+
+    x = torch.ones(1, 2, requires_grad=True)
+    with simulated_accelerator():
+        y = hp.checkpoint(region, x, policy_fn=lambda *args, **kwargs: hp.CheckpointPolicy.PREFER_RECOMPUTE)
+        with torch.no_grad():
+            weights[0].mul_(0.5)
+        with pytest.raises(hp.errors.InPlaceChangeError, match="which backward reads, was changed in place"):
+            y.sum().backward()
+
+
 def test_bytes_that_go_again_unread_are_not_held_against_their_checksum() -> None:
     # Under ``verify`` the end of backward compared a value that nobody had asked for; its source, an output of the region, was
     # changed in place while the copy ran.

@@ -10,7 +10,8 @@ Where they are not, it computes other values and says nothing. Here, for one cal
    begins. The replay works on a copy of that copy, so that buffers change once. Copies that forward did not need are freed
    when it ends, unless they are small. Buffers over ``COPIED_BYTES`` are not copied; rule 3 holds for them.
 3. **Anything else that was changed in place** shows in its version. The replay then runs under a mode that raises at the first
-   op that reads the changed tensor. A replay that does not read it is right, and goes on.
+   op that reads the changed tensor. A replay that does not read it is right, and goes on. What an op saves for backward is
+   looked at as well: a replay may end when it has the last saved value, before the op that saved it runs.
 4. **Python state and random sources**: see :mod:`hyper_parallel.core.activation_checkpoint.python_state`.
 
 In reach are the modules and objects that the function is, is bound to or closes over, and those among its arguments.
@@ -184,12 +185,34 @@ class _Watching:
 
     def __enter__(self) -> None:
         changed = self._state.changed()
-        mode = _Watch(self._state.where, changed) if changed else contextlib.nullcontext()
-        mode.__enter__()
-        self._here.entered.append(mode)
+        contexts = contextlib.ExitStack()
+        if changed:
+            contexts.enter_context(_Watch(self._state.where, changed))
+            contexts.enter_context(_watched_saves(self._state.where, changed))
+        self._here.entered.append(contexts)
 
     def __exit__(self, *exc: Any) -> None:
         self._here.entered.pop().__exit__(*exc)
+
+
+def _watched_saves(where: str, changed: dict[int, str]) -> torch.autograd.graph.saved_tensors_hooks:
+    """The saved-tensor hooks of the replay, which raise where backward would read a changed tensor."""
+    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+    def checked(tensor: torch.Tensor) -> Any:
+        label = _label_of(tensor, changed)
+        if label is not None:
+            raise changed_in_place(where, label, "backward")
+        return pack(tensor)
+
+    return torch.autograd.graph.saved_tensors_hooks(checked, unpack)
+
+
+def _label_of(tensor: torch.Tensor, changed: dict[int, str]) -> str | None:
+    """How errors name the tensor, where it shares the bytes of a changed one."""
+    if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+        return changed.get(tensor.untyped_storage()._cdata)
+    return None
 
 
 class _Watch(TorchDispatchMode):
@@ -212,10 +235,9 @@ class _Watch(TorchDispatchMode):
         facts = KNOWN.get(id(op)) or facts_of(op)
         if not facts.is_ignored and facts.replay_reason != "view":
             for tensor in tensors_in([*args, *(kwargs or {}).values()]):
-                if type(tensor) in _PLAIN and tensor.layout is torch.strided:
-                    label = self._changed.get(tensor.untyped_storage()._cdata)
-                    if label is not None:
-                        raise changed_in_place(self._where, label, op)
+                label = _label_of(tensor, self._changed)
+                if label is not None:
+                    raise changed_in_place(self._where, label, op)
         return op(*args, **(kwargs or {}))
 
 

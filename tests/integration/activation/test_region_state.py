@@ -152,6 +152,29 @@ def test_a_weight_stepped_between_forward_and_backward_is_named(way: dict[str, A
         loss.backward()
 
 
+@pytest.mark.parametrize("native", ["1", "0"], ids=["native", "python"])
+@pytest.mark.parametrize(
+    "policy", [None, ["mm"], lambda *_, **__: CheckpointPolicy.MUST_SAVE], ids=["no", "names", "saves"]
+)
+def test_a_changed_weight_that_the_last_op_saves_is_named(
+    policy: Any, native: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay ends when it has the last saved value: the op that saved it, and would read the weight, does not run."""
+    monkeypatch.setenv("HYPER_PARALLEL_NATIVE", native)
+    with simulated_accelerator(min_bytes=1):
+        model = hp.checkpoint_wrapper(nn.Linear(WIDTH, WIDTH), policy_fn=policy)
+        loss = model(batch()).sum()
+        with torch.no_grad():
+            model.weight.mul_(2)
+        with pytest.raises(InPlaceChangeError, match=r"which backward reads|parameter 'weight'"):
+            loss.backward()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+        got, wanted = batch(), batch()
+        model(got).sum().backward()
+        nn.functional.linear(wanted, model.weight, model.bias).sum().backward()
+    assert torch.equal(got.grad, wanted.grad)
+
+
 class Ungated(Block):
     """Reads a buffer in an op whose backward does not need it: the plain step is right after a change of it."""
 
