@@ -14,6 +14,7 @@ from hyper_parallel.backends.mindspore.graph_mode import refuse_graphs
 from hyper_parallel.backends.mindspore.region_state import RegionState
 from hyper_parallel.backends.mindspore.saved_tensors import AsyncSaveOnCpu
 from hyper_parallel.backends.mindspore.selective import create_selective_checkpoint_contexts
+from hyper_parallel.backends.mindspore.storages import storage_key, unseen
 from hyper_parallel.backends.mindspore.tensor_adapter import TENSORS
 from hyper_parallel.core.activation_checkpoint.calls import Calls, CheckpointCall, ContextPair, noop_context_fn
 from hyper_parallel.core.activation_checkpoint.contexts import Replay
@@ -63,6 +64,8 @@ def framework_checkpoint(
         )
     if context_fn is None and preserves and on_cpu():
         context_fn = _keep_random_ops
+    if compat.is_recording() and compat.has_saved_tensors_hooks():
+        function, args = _without_leaves(function, args)
     return mindspore.recompute(
         function,
         *args,
@@ -148,6 +151,42 @@ def _same(tensor: Any) -> Any:
 def _seen_by_backward(tensor: Any) -> Any:
     remember_second_order()
     return tensor
+
+
+def _without_leaves(function: Callable[..., Any], args: Any) -> tuple[Callable[..., Any], Any]:
+    """The function and the arguments to give to MindSpore's recompute, so that a replay gets no new leaf of the graph.
+
+    Under saved-tensors hooks a replay gets each input as a new tensor with the old one's autograd node. MindSpore never
+    frees a graph in which an older primitive, such as a LayerNorm, is given a leaf that is not an input of the
+    differentiated function itself. So views of the leaves are saved for the replay; forward gets the caller's tensors.
+    """
+    saved = tuple(_not_a_leaf(value) for value in args)
+    if all(one is other for one, other in zip(saved, args, strict=True)):
+        return function, args
+    return _OwnArgumentsFirst(function, args), saved
+
+
+def _not_a_leaf(value: Any) -> Any:
+    """A view of a leaf, with the same bytes and gradient; every other value as it is, and parameters, which live on."""
+    if not isinstance(value, mindspore.Tensor) or value.param_info is not None or not compat.is_leaf(value):
+        return value
+    with unseen(records=True):
+        view = mindspore.mint.permute(value, tuple(range(value.ndim)))
+    is_same = view.dtype == value.dtype and storage_key(view) == storage_key(value)
+    return view if is_same else value  # inside a cell with to_float an op may be given a cast copy
+
+
+class _OwnArgumentsFirst:
+    """The function of a region, called with the caller's own arguments in forward and with saved ones in a replay."""
+
+    def __init__(self, function: Callable[..., Any], args: Any) -> None:
+        self._function = function
+        self._args = args
+
+    def __call__(self, *saved: Any, **kwargs: Any) -> Any:
+        """Run the function: the first call is forward, every other a replay."""
+        args, self._args = self._args, None
+        return self._function(*(saved if args is None else args), **kwargs)
 
 
 _CALLS = MindSporeCalls()

@@ -57,11 +57,11 @@ _THIS_THREAD = _ThisThread()
 
 
 @contextlib.contextmanager
-def unseen() -> Iterator[None]:
-    """A context for our own tensor ops: no mode of ours counts them, no graph records them."""
+def unseen(*, records: bool = False) -> Iterator[None]:
+    """A context for our own tensor ops: no mode of ours counts them, and no graph records them unless ``records``."""
     _THIS_THREAD.unseen_depth += 1
     try:
-        with compat.no_grad():
+        with contextlib.nullcontext() if records else compat.no_grad():
             yield
     finally:
         _THIS_THREAD.unseen_depth -= 1

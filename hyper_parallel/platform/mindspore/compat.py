@@ -26,6 +26,7 @@ __all__ = [
     "forget_world",
     "has_saved_tensors_hooks",
     "init_with_store",
+    "is_leaf",
     "is_recording",
     "no_grad",
     "normalisation_cells",
@@ -150,6 +151,12 @@ def is_recording() -> bool:
     """Whether autograd records what this thread runs."""
     executor = _executor()
     return bool(executor.grad_flag() and executor.enable_grad())
+
+
+def is_leaf(tensor: Any) -> bool:
+    """Whether a tensor is an input or a parameter of the function that is differentiated now."""
+    node = tensor._grad_node
+    return node is not None and bool(node.is_leaf())
 
 
 def wait_for_ops() -> None:
