@@ -155,8 +155,10 @@ def is_recording() -> bool:
 
 def is_leaf(tensor: Any) -> bool:
     """Whether a tensor is an input or a parameter of the function that is differentiated now."""
-    node = tensor._grad_node
-    return node is not None and bool(node.is_leaf())
+    is_leaf = getattr(
+        getattr(tensor, "_grad_node", None), "is_leaf", None
+    )  # a release without it saves the tensor itself
+    return is_leaf is not None and bool(is_leaf())
 
 
 def wait_for_ops() -> None:
