@@ -31,6 +31,7 @@ def run(block: Block, namespace: dict[str, Any]) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch.compile's own
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # the same
 @pytest.mark.parametrize("page", WITH_PYTHON)
 def test_every_block_runs(page: str) -> None:
     namespace: dict[str, Any] = {"__name__": f"page {page}"}

@@ -180,3 +180,8 @@ class _Collected:
                 warn_of_saved_swaps()
             return (False,) * len(self._saved)
         return places + (False,) * len(beyond)
+
+
+# Dynamo must not trace what autograd calls while a compiled module runs.
+compat.skip_in_compiler(_Collected.collect)
+compat.skip_in_compiler(_unpack)

@@ -17,6 +17,7 @@ from hyper_parallel.core.activation_checkpoint.packed import KeptValue, Packed
 from hyper_parallel.core.activation_checkpoint.packer import Packer, SwapHooks
 from hyper_parallel.core.activation_checkpoint.policy import TensorPolicy
 from hyper_parallel.core.activation_checkpoint.statistics import KeepReason
+from hyper_parallel.platform.torch import compat
 
 __all__ = ["AsyncSaveOnCpu", "TensorPolicy", "TorchPacker", "base_check_fn", "unpack"]
 
@@ -69,6 +70,11 @@ class TorchPacker(Packer):
             detached = alias(tensor) if _has_modes() or is_below_counter() else tensor.detach()
             return KeptValue(detached, detached, detached._version, self.scope)
         return self._pack_plain(tensor, nbytes)
+
+
+# A compiled module may run uncompiled inside (under a dispatch mode). Then dynamo would trace the hooks around it.
+compat.skip_in_compiler(TorchPacker.pack)
+compat.skip_in_compiler(unpack)
 
 
 class AsyncSaveOnCpu(SwapHooks, saved_tensors_hooks):
