@@ -19,7 +19,7 @@ _LOCK = threading.Lock()
 
 
 def watch_saved_places(graph: int) -> None:
-    """Note which values the graph saves that is partitioned next."""
+    """Remember which values the graph saves that is partitioned next."""
     with _LOCK:
         compat.watch_partition(lambda is_marked: _PLACES.__setitem__(graph, is_marked), graph)
 
