@@ -160,7 +160,21 @@ def _moe() -> Case:
     )
 
 
-CASES: dict[str, Callable[[], Case]] = {"launch": _launch, "lora": _lora, "moe": _moe, "llama3": _llama3, "gqa": _gqa}
+def _liger() -> Case:
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    apply_liger_kernel_to_llama()
+    return _transformer("LlamaForCausalLM", "LlamaConfig", 2, 8192, num_hidden_layers=12, **_LLAMA)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "launch": _launch,
+    "lora": _lora,
+    "moe": _moe,
+    "llama3": _llama3,
+    "gqa": _gqa,
+    "liger": _liger,
+}
 
 
 class TorchCheckpoint(nn.Module):
