@@ -9,7 +9,9 @@ Rules
    sequences that were proven are not proven again.
 2. Where recording stops (an op that may not run again and writes, a tensor subclass), the values of this call stay. Later calls
    of the region run Python again, and the reason is counted.
-3. A tensor from outside the region is held through the saved-tensor hooks around the region, so that an outer region or an
+3. A region that would hold much more than a checkpoint does, because what made its values is not run again (fused kernels, ops of
+   other libraries), runs Python again from its next call on; so do modules that are built alike.
+4. A tensor from outside the region is held through the saved-tensor hooks around the region, so that an outer region or an
    outer swap decides about it.
 """
 
@@ -18,15 +20,16 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hyper_parallel.backends.torch import native
-from hyper_parallel.backends.torch.storages import tensors_in
+from hyper_parallel.backends.torch.storages import bytes_of, tensors_in
 from hyper_parallel.backends.torch.tape_policies import ObservedReplays, SwappedOutputs, fates_for, owner_of
+from hyper_parallel.config import show_bytes
 from hyper_parallel.core.activation_checkpoint.calls import is_in_replayed_region
 from hyper_parallel.core.activation_checkpoint.policy import ByOpName, PolicyTable
 from hyper_parallel.core.activation_checkpoint.region_state import changed_in_place
@@ -39,6 +42,8 @@ __all__ = ["TapeRegion", "region_for", "runs_from_tape", "why_no_tape"]
 _COPIED_BEFORE_WRITE_BYTES: Final = 2**20
 _STEERING_OUTPUT_BYTES: Final = 2**20
 
+_STUCK_BYTES: Final = 2**20
+_STUCK_SHARE: Final = 0.02  # of a region's inputs, which a checkpoint holds anyway
 _SMALL_BUFFER_BYTES: Final = 2**16
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 _SERVED: Final = frozenset({"preserve_rng_state", "respect_saved_tensors_hooks"})
@@ -56,7 +61,8 @@ class TapeRegion:
         self._recorder = recorder
         self._history = recorder.RegionHistory()
         self._module = weakref.ref(owner) if isinstance(owner, torch.nn.Module) and _small_buffers(owner) else None
-        self.reason = _why_not_this_module(owner)  # why calls run Python again
+        self._built = _Built.of(owner)
+        self.reason = _why_not_this_module(owner) or self._built.reason()  # why calls run Python again
 
     def run(
         self,
@@ -95,6 +101,8 @@ class TapeRegion:
         reason = tape.reason
         if not reason and not tape.is_proven:
             reason = tape.prove()
+        if not reason and tape.stuck_bytes > _STUCK_BYTES:
+            self._give_up_if_large(tape.stuck_bytes, tensors_in((args, kwargs)))
         if self._module is not None:
             tape.copy_held(_small_buffers(self._module()))
         tape.show_held(*(outer if outer is not None else (None, None)))
@@ -107,6 +115,41 @@ class TapeRegion:
         counters.add("recomputed_bytes", tape.recomputed_bytes)
         counters.add("saved_bytes", tape.saved_bytes)
         return output
+
+    def _give_up_if_large(self, stuck_bytes: int, inputs: list[torch.Tensor]) -> None:
+        """Rule 3. This call is right, and larger than it should be; the next ones run Python again."""
+        held = sum(bytes_of(tensor) for tensor in inputs)
+        if stuck_bytes > _STUCK_SHARE * held:
+            self.reason = f"ops that are not run again (fused kernels, other libraries) would hold {show_bytes(stuck_bytes)} of a call"
+            self._built.remember(self.reason)
+
+
+class _Built:
+    """What modules that are built alike have in common: their class, their parts and the shapes of their weights."""
+
+    _reasons: ClassVar[weakref.WeakKeyDictionary[type, dict[int, str]]] = weakref.WeakKeyDictionary()
+
+    def __init__(self, kind: type | None, parts: int) -> None:
+        self._kind = kind
+        self._parts = parts
+
+    @classmethod
+    def of(cls, owner: Any) -> _Built:
+        """Of a module; a function, and a module that has no weights yet, are built like no other."""
+        if not isinstance(owner, torch.nn.Module) or _is_lazy(owner):
+            return cls(None, 0)
+        modules = tuple(type(module).__qualname__ for module in owner.modules())
+        shapes = tuple(tuple(parameter.shape) for parameter in owner.parameters())
+        return cls(type(owner), hash((modules, shapes)))
+
+    def reason(self) -> str | None:
+        """Why regions of such modules run Python again."""
+        return None if self._kind is None else self._reasons.get(self._kind, {}).get(self._parts)
+
+    def remember(self, reason: str) -> None:
+        """One of them would hold too much."""
+        if self._kind is not None:
+            self._reasons.setdefault(self._kind, {})[self._parts] = reason
 
 
 class _HigherOrderOps:

@@ -31,6 +31,7 @@ from .test_mechanism import (
 )
 from .test_policies import SWAP_ALL
 from .test_settings import ATTENTION, PRECISION, each_op_runs_again_under
+from .test_stuck_values import test_an_unpacked_weight_that_backward_does_not_read_is_not_held
 from .test_values import (
     are_equal,
     once,
@@ -451,6 +452,7 @@ PROGRAMS: dict[str, Program] = {
     "swapped_write": a_swapped_value_that_the_region_changes_is_fetched_as_it_was,
     "swapped_changed": a_swapped_output_that_changed_is_made_again,
     "swapped_probation": a_swapped_value_that_numpy_changes_is_not_believed,
+    "unread_values": test_an_unpacked_weight_that_backward_does_not_read_is_not_held,
     "swapped_functions": what_a_python_function_returns_is_kept_and_not_swapped,
 }
 """A fault's name, and the program that catches it."""

@@ -205,6 +205,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def_property_readonly("handle_count", &Tape::handle_count)
       .def_property_readonly("kept_bytes", &Tape::kept_bytes)
       .def_property_readonly("saved_bytes", &Tape::saved_bytes)
+      .def_property_readonly("stuck_bytes", &Tape::stuck_bytes)
       .def_property_readonly("recomputed_bytes", &Tape::recomputed_bytes)
       .def_property_readonly("held_count", &Tape::held_count);
   module.def(

@@ -4,6 +4,8 @@
 #include <ATen/ops/equal.h>
 #include <torch/csrc/Exceptions.h>
 
+#include <algorithm>
+
 #include "handles.h"
 
 namespace hyper_parallel {
@@ -18,12 +20,58 @@ inline void Tape::abandon() {
   stop("its forward raised");
 }
 
+// While the region runs it is not known what backward will need, so everything that cannot be made again is kept. At its end it
+// is known: an op whose value no handle's ops read (a weight that was unpacked for one product, say) holds nothing. What a policy
+// keeps counts as not there, because a change of it may ask its ops again.
+inline void Tape::drop_unread() {
+  if (std::none_of(slots_.begin(), slots_.end(), [](const Slot& slot) { return slot.is_stuck; })) return;
+  std::vector<bool> is_read(slots_.size(), false);
+  std::vector<bool> has_run(ops_.size(), false);
+  std::vector<std::pair<int, int>> left;
+  for (const Handle& handle : handles_) {
+    if (handle.is_alive && handle.slot != kNone) left.emplace_back(handle.slot, handle.version);
+  }
+  const auto run = [&](int op) {
+    if (has_run[op]) return;
+    has_run[op] = true;
+    push_read(ops_[op], left);
+  };
+  while (!left.empty()) {
+    const auto [index, wanted] = left.back();
+    left.pop_back();
+    const Slot& slot = slots_[index];
+    is_read[index] = true;
+    const bool is_there = !slot.is_created || (slot.kept_version != kNone && !slot.can_be_remade);
+    const int first = is_there ? std::max(slot.kept_version, 0) : 0;
+    if (is_there && wanted == first) continue;
+    if ((!is_there || wanted < first) && slot.created_by != kNone) run(slot.created_by);
+    for (int version = wanted > first ? first : 0; version < wanted; ++version) run(slot.written_by[version]);
+  }
+  for (size_t at = 0; at < slots_.size(); ++at) {
+    Slot& slot = slots_[at];
+    if (!slot.is_stuck || is_read[at] || HP_FAULT("unread_values")) continue;
+    slot.kept = c10::Storage();
+    slot.kept_version = kNone;
+    slot.is_stuck = slot.owns_kept = false;
+  }
+}
+
+inline size_t Tape::stuck_bytes() {
+  auto lock = locked(mutex_);
+  size_t total = 0;
+  for (const Slot& slot : slots_) {
+    if (slot.is_stuck) total += slot.nbytes;
+  }
+  return total;
+}
+
 inline void Tape::close() {
   auto lock = locked(mutex_);
   collect_dead();
   swap_pending();
   is_open_ = false;
   slot_by_storage_ = {};
+  if (reason_.empty()) drop_unread();
   region_history_->remember_sizes({ops_.size(), arguments_.size(), refs_.size(), slots_.size(), handles_.size()});
   for (Handle& handle : handles_) {
     if (handle.saved_version >= 0) handle.closed_version = handle.counter.current_version();

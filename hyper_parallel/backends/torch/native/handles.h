@@ -162,6 +162,17 @@ inline int Tape::first_to_make(int asked, int task) {
   return span_ < asked ? asked - span_ : 0;
 }
 
+// The versions that an op reads.
+inline void Tape::push_read(const Op& op, std::vector<std::pair<int, int>>& left) const {
+  for (int argument = 0; argument < op.argument_count; ++argument) {
+    const Argument& known = arguments_[op.first_argument + argument];
+    for (int at = known.first; at < known.first + known.count; ++at) {
+      const Ref& ref = refs_[at];
+      if (ref.slot != kNone) left.emplace_back(ref.slot, ref.version);
+    }
+  }
+}
+
 // Counts the ops that must run for the values that are wanted, each op once.
 class Tape::OpCount {
  public:
@@ -178,7 +189,7 @@ class Tape::OpCount {
         if (is_counted_[op]) return;
         is_counted_[op] = true;
         added.push_back(op);
-        push_read(tape_.ops_[op], left);
+        tape_.push_read(tape_.ops_[op], left);
       });
       if (added.size() <= most) continue;
       for (int op : added) is_counted_[op] = false;
@@ -198,16 +209,6 @@ class Tape::OpCount {
     const bool is_from_kept = is_there && wanted > kept;
     if (!is_from_kept && slot.created_by != kNone) visit(slot.created_by);
     for (int version = is_from_kept ? kept : 0; version < wanted; ++version) visit(slot.written_by[version]);
-  }
-
-  void push_read(const Op& op, std::vector<std::pair<int, int>>& left) const {
-    for (int argument = 0; argument < op.argument_count; ++argument) {
-      const Argument& known = tape_.arguments_[op.first_argument + argument];
-      for (int at = known.first; at < known.first + known.count; ++at) {
-        const Ref& ref = tape_.refs_[at];
-        if (ref.slot != kNone) left.emplace_back(ref.slot, ref.version);
-      }
-    }
   }
 
   const Tape& tape_;

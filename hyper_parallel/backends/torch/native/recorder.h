@@ -85,7 +85,7 @@ inline int Tape::find_or_hold(const at::Tensor& tensor, const View& view, int& h
 }
 
 // Keep a created slot's bytes from here on: what is there now is what its readers read.
-inline void Tape::keep_alive(Slot& slot, const at::Tensor& tensor, bool can_be_remade) {
+inline void Tape::keep_alive(Slot& slot, const at::Tensor& tensor, bool can_be_remade, bool is_saved_by_policy) {
   if (slot.kept_version != kNone) return;
   slot.can_be_remade = can_be_remade;
   if (counts_versions(tensor)) {
@@ -95,6 +95,7 @@ inline void Tape::keep_alive(Slot& slot, const at::Tensor& tensor, bool can_be_r
   slot.kept = tensor.unsafeGetTensorImpl()->unsafe_storage();
   slot.owns_kept = false;
   slot.kept_version = slot.writes;
+  slot.is_stuck = !can_be_remade && !is_saved_by_policy;
 }
 
 // Call a method of the object that knows the swap engine; null after an error. With the GIL. The engine's own ops are on no tape.
@@ -383,7 +384,7 @@ inline void Tape::end(const c10::OperatorHandle& handle, Draft& draft, const tor
         return;
       }
       if (draft.fate != Fate::kRecompute || !can_be_remade || is_route) {
-        keep_alive(slot, tensor, can_be_remade);
+        keep_alive(slot, tensor, can_be_remade, draft.fate == Fate::kSave);
         if (draft.fate == Fate::kSave) saved_bytes_ += slot.nbytes;
       }
     });

@@ -123,6 +123,7 @@ struct Slot {
   bool owns_kept = false;  // a copy of ours: no op of the region can change it
   int kept_version = kNone;
   bool can_be_remade = true;  // its kept bytes are those that its recorded ops make
+  bool is_stuck = false;  // kept because what made it is not run again; no policy asked for it
   c10::VariableVersion kept_counter{c10::VariableVersion::DISABLED};  // sees changes of kept bytes that are not a copy
   int64_t kept_at = -1;       // its version when the region ended; -1: it counts none
   c10::Storage made;      // remade, at the version that handles want
@@ -228,6 +229,7 @@ class Tape : public std::enable_shared_from_this<Tape> {
   size_t op_count() const { return ops_.size(); }
   size_t kept_bytes();
   size_t saved_bytes() const { return saved_bytes_; }            // by the policy
+  size_t stuck_bytes();  // kept because what made them is not run again; after `close`
   size_t recomputed_bytes();
   size_t handed_bytes(const std::vector<at::Tensor>& outputs);  // to autograd; asked before the region is closed
   size_t held_count();
@@ -248,7 +250,7 @@ class Tape : public std::enable_shared_from_this<Tape> {
   c10::Storage kept_storage(Slot& slot);
   PyObject* ask_swaps(const char* method, PyObject* argument);
   PyObject* call_swaps(const char* method, PyObject* argument);
-  void keep_alive(Slot& slot, const at::Tensor& tensor, bool can_be_remade);
+  void keep_alive(Slot& slot, const at::Tensor& tensor, bool can_be_remade, bool is_saved_by_policy = false);
   void check_kept(Slot& slot);
   bool before_write(Slot& slot);
   void forget_arguments(const Draft& draft);
@@ -259,9 +261,11 @@ class Tape : public std::enable_shared_from_this<Tape> {
   bool is_held(const Handle& handle) const;
   bool is_remade(const Handle& handle) const;
   std::vector<int> want_missing(Replay& replay, int first, int end, const Handle* asked);
+  void push_read(const Op& op, std::vector<std::pair<int, int>>& left) const;
   class OpCount;
   void make_missing(const Handle& asked);
   void drop_made();
+  void drop_unread();
   void count_served(Handle& handle);
   void drop_served();
   void drop_served_before();

@@ -76,6 +76,9 @@ __all__ = ["profile_memory"]
 _FITS_SHARE: Final = 0.9  # of the device: an estimate above this is not tried
 _AHEAD: Final = 1.3  # the device is held for this many times what the host takes
 _OBSERVED_OP_SECONDS: Final = 60e-6  # what watching an op takes beside
+_ENOUGH_SECONDS: Final = (
+    0.6  # of timed steps of one sort: long steps are timed less often, because noise is a smaller part of them
+)
 Step = Callable[[], Any]
 
 
@@ -157,7 +160,7 @@ class _Profiler:
         self._issued(REGION)  # proves the tapes
         region = None if self.meter.is_simulated else self._issued(REGION)
         holds = {} if region is None else _holds_of_observed(region, observed, memory)
-        timings = [self._timed(observed, holds) for _ in range(self.steps)]
+        timings = self._enough(lambda: self._timed(observed, holds))
         kept = sum(kept_bytes(memory, survey.calls[stand_ins[kind]].block) for kind in kinds)
         plain, weighed = self._plain(memory, kept)
         alone = None if self.meter.is_simulated or not plain else self._issued(ALONE)
@@ -242,6 +245,15 @@ class _Profiler:
         self.spans.extend(spans)
         return result
 
+    def _enough(self, timed: Callable[[], TrialStep]) -> list[TrialStep]:
+        """Timed steps: as many as asked for, or fewer that take long enough together."""
+        found: list[TrialStep] = []
+        seconds = 0.0
+        while not found or (len(found) < self.steps and not self.agrees(seconds >= _ENOUGH_SECONDS)):
+            found.append(timed())
+            seconds += found[-1].seconds(found[-1].points[0], found[-1].points[-1])
+        return found
+
     def _issued(self, rest: str, holds: Mapping[str, Issued] | None = None) -> TrialStep:
         """Every block treated alike, begun on an idle device; behind ``holds``, the host is ahead of it from there on."""
         return self._trial(set(), rest=rest, reads_memory=False, holds=holds, is_idle_before_blocks=True)
@@ -254,7 +266,7 @@ class _Profiler:
             return [], None
         try:
             weighed = self._trial(set(), rest=ALONE, reads_memory=True)
-            return [self._trial(set(), rest=ALONE, reads_memory=False) for _ in range(self.steps)], weighed
+            return self._enough(lambda: self._trial(set(), rest=ALONE, reads_memory=False)), weighed
         except Exception as error:
             if not self.meter.is_out_of_memory(error):
                 raise
