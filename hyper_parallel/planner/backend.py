@@ -111,9 +111,19 @@ class PlannerBackend(Protocol):
         """Put the plan's regions in the place of the model's blocks."""
 
     def measure_step(
-        self, model: Model, step: Step, *, steps: int, is_guarded: bool = False, blocks: Sequence[str] = ()
+        self,
+        model: Model,
+        step: Step,
+        *,
+        steps: int,
+        warmup: int = 2,
+        is_guarded: bool = False,
+        blocks: Sequence[str] = (),
     ) -> StepMeasure:
-        """Peak and time of the model as it is now; with the names of its blocks also by moment. Leaves no trace."""
+        """Peak and time of the model as it is now, after ``warmup`` steps; with the names of its blocks also by moment.
+
+        Leaves no trace.
+        """
 
     def guarded(self, model: Model, *, who: str) -> AbstractContextManager[None]:
         """One guard around many trial steps: at its end everything they changed is put back."""

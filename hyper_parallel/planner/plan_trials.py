@@ -19,6 +19,7 @@ from hyper_parallel.records.step_measure import StepMeasure
 __all__ = ["BEYOND", "PlanTrials"]
 
 BEYOND: Final = 1.05  # what a step that ran out of memory counts as, over what it should have taken
+_LONG_SECONDS: Final = 0.4  # a step from which on a trial takes fewer steps: noise is a smaller part of them
 _FOR_RETRIES: Final = 100  # where the allocator retries, the next plan leaves at least this part of the budget free
 
 
@@ -35,7 +36,14 @@ class PlanTrials:
         self._budget = budget
         self._steps = steps
         self.device_memory: DeviceMemory | None = None  # what the device can give; None: not known
+        self._warmup = 2
         self.history: list[Mapping[str, Any]] = []
+
+    def set_step(self, seconds: float | None) -> None:
+        """How long a step takes; None where time is simulated."""
+        if seconds is not None and seconds > _LONG_SECONDS:
+            self._warmup = 1
+            self._steps = min(self._steps, 2)
 
     def measure(self, plan: Plan, *, is_simple: bool = False, steps: int | None = None) -> StepMeasure | None:
         """The worst rank's peak and time under a plan; None for a simple plan that cannot run on this model."""
@@ -47,6 +55,7 @@ class PlanTrials:
                         self._model,
                         self._step,
                         steps=steps or self._steps,
+                        warmup=self._warmup,
                         is_guarded=True,
                         blocks=[block.name for block in plan.blocks],
                     )

@@ -27,6 +27,9 @@ def measure(
 ) -> StepMeasure:
     """Peak and time of the step. The first steps pin far memory and learn the link; they are not measured.
 
+    Every measured step begins on an idle device: where the host is the slower one, a step that follows another without a pause
+    hides what the host takes at its beginning, and a training loop that reads its loss does not.
+
     ``watch`` is around the last of those, and ``moments`` says afterwards which peaks it saw.
     """
     meter.reset_peak()
@@ -40,6 +43,7 @@ def measure(
     before, retries = SwapManager().stats(), meter.retries()
     times = []
     for _ in range(steps):
+        meter.wait()
         start = meter.mark()
         step()
         times.append((start, meter.mark()))

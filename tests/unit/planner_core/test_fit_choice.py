@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -18,6 +18,8 @@ from hyper_parallel.planner.simple_plans import RECOMPUTED, RECOMPUTED_SWAPPED, 
 from hyper_parallel.records.step_measure import StepMeasure
 
 from .small import KIND, small_profile
+
+Said = StepMeasure | Exception | list[StepMeasure]  # a list: one after the other
 
 SEARCHED, ALONE = "searched", "left alone"
 WAYS = {way.name for way in simple_plans(small_profile())}
@@ -54,7 +56,7 @@ class Applied:
 class PaperDevice:
     """The framework's half of planning, with scripted measurements."""
 
-    def __init__(self, profile: Profile, script: dict[str, StepMeasure | Exception]) -> None:
+    def __init__(self, profile: Profile, script: Mapping[str, Said]) -> None:
         self.profile, self.script = profile, script
         self.plan: Plan | None = None
         self.measured: list[str] = []
@@ -80,13 +82,15 @@ class PaperDevice:
         name = ALONE if self.plan.does_nothing else reason if reason in WAYS else SEARCHED
         self.measured.append(name)
         answer = self.script[name]
+        if isinstance(answer, list):
+            answer = answer.pop(0)
         if isinstance(answer, Exception):
             raise answer
         return answer
 
 
 def fitted(
-    monkeypatch: pytest.MonkeyPatch, script: dict[str, StepMeasure | Exception], *, budget: int = FITS, **changes: Any
+    monkeypatch: pytest.MonkeyPatch, script: Mapping[str, Said], *, budget: int = FITS, **changes: Any
 ) -> tuple[Applied, PaperDevice]:
     device = PaperDevice(small_profile(**changes), script)
     monkeypatch.setattr(fit, "planner_backend", lambda: device)
@@ -136,12 +140,41 @@ def test_a_simple_plan_is_measured_with_one_step_unless_it_promises_to_be_better
     applied = fit.fit_memory(None, lambda: None, FITS, attempts=1, steps=4)
     assert applied.plan.blocks[0].reason == RECOMPUTED_SWAPPED.name
     assert list(zip(device.measured, device.steps)) == [
-        (SEARCHED, 4),
+        (SEARCHED, 2),  # of the four that were asked for: a step is predicted to take a second here
         (RECOMPUTED.name, 1),
         (RECOMPUTED_SWAPPED.name, 1),
-        (RECOMPUTED_SWAPPED.name, 4),
+        (RECOMPUTED_SWAPPED.name, 2),
         (AUTO, 1),
+        (RECOMPUTED_SWAPPED.name, 2),  # the answer, applied anew
     ]
+
+
+def test_an_answer_that_is_slower_when_it_is_applied_anew_gives_way_to_a_steady_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: dict[str, Said] = {**script(searched=1.5, recomputed=1.30, swapped=1.25)}
+    said[RECOMPUTED_SWAPPED.name] = [measure(FITS - 3, 1.25), measure(FITS - 3, 1.45)]
+    applied, device = fitted(monkeypatch, said)
+    assert device.measured.count(RECOMPUTED_SWAPPED.name) == 2
+    assert applied.plan.blocks[0].reason == RECOMPUTED.name
+    assert applied.plan.predicted_step_seconds == 1.30
+
+
+def test_an_answer_that_misses_the_budget_when_it_is_applied_anew_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: dict[str, Said] = {**script(searched=1.5, recomputed=1.30, swapped=1.25)}
+    said[RECOMPUTED_SWAPPED.name] = [measure(FITS, 1.25), measure(FITS + 1, 1.25)]
+    applied, _ = fitted(monkeypatch, said)
+    assert applied.plan.blocks[0].reason == RECOMPUTED.name
+
+
+def test_an_answer_that_is_slower_anew_and_still_the_fastest_predicts_the_slower_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: dict[str, Said] = {**script(searched=1.5, recomputed=1.50, swapped=1.25)}
+    said[RECOMPUTED_SWAPPED.name] = [measure(FITS - 3, 1.25), measure(FITS - 3, 1.40)]
+    applied, _ = fitted(monkeypatch, said)
+    assert applied.plan.blocks[0].reason == RECOMPUTED_SWAPPED.name
+    assert applied.plan.predicted_step_seconds == 1.40
 
 
 def test_inputs_swapped_is_the_answer_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
