@@ -140,16 +140,14 @@ class Bench:
     def timed(self, name: str, *, steps: int, warmup: int) -> dict[str, Any]:
         """Seconds of some steps, and their peak."""
         with self.way(name):
-            for _ in range(warmup):
-                self.model.zero_grad(set_to_none=False)
-                self.step()
-            self.meter.wait()
-            gc.collect()
-            self.meter.reset_peak()
-            retries = self._retries()
             seconds, host = [], []
-            for _ in range(steps):
+            retries = self._retries()
+            for number in range(warmup + steps):
                 self.model.zero_grad(set_to_none=False)
+                if number == warmup:
+                    gc.collect()
+                    self.meter.reset_peak()
+                    retries = self._retries()
                 self.meter.wait()
                 start = time.perf_counter()
                 self.step()
@@ -158,8 +156,9 @@ class Bench:
                 seconds.append(time.perf_counter() - start)
             peak = self.meter.peak_bytes()
             return {
-                "ms": 1e3 * statistics.median(seconds),
-                "host_ms": 1e3 * statistics.median(host),
+                "ms": 1e3 * statistics.median(seconds[warmup:]),
+                "steps_ms": [round(1e3 * each, 1) for each in seconds],  # those that do not count first
+                "host_ms": 1e3 * statistics.median(host[warmup:]),
                 "act_gib": (peak - self.fixed_bytes) / _GIB,
                 "retries": self._retries() - retries,
             }
@@ -228,6 +227,7 @@ class Bench:
                 host_ms=round(statistics.median(row["host_ms"] for row in measured), 2),
                 x=round(statistics.median(ratios), 4),
                 x_range=[round(min(ratios), 4), round(max(ratios), 4)],
+                steps_ms=[row["steps_ms"] for row in measured],
                 act_gib=round(max(row["act_gib"] for row in measured), 3),
                 retries=sum(row["retries"] for row in measured),
                 **extra,

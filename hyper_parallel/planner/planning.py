@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, TypeAlias
 
 from hyper_parallel.config import show_bytes
 from hyper_parallel.errors import BudgetTooSmallError
@@ -19,6 +19,7 @@ from hyper_parallel.planner.peak_parts import parts_with_base, shown_parts
 from hyper_parallel.planner.plan import BlockPlan, OpDecision, Plan, Recipe, RegionPlan, WhatIf
 from hyper_parallel.planner.plan_choices import solution_of
 from hyper_parallel.planner.profile import CutRegion, OpProfile, Profile
+from hyper_parallel.planner.search_workers import SearchWorkers
 from hyper_parallel.planner.solve import Answer, MeasuredStep, Solver, with_measured
 from hyper_parallel.planner.step_simulator import StepSimulator
 from hyper_parallel.records.prediction import Prediction
@@ -26,8 +27,12 @@ from hyper_parallel.records.step_measure import StepMeasure
 
 __all__ = ["Planning", "plan_memory", "untouched_prediction", "written_plan"]
 
+Search: TypeAlias = Callable[[Solver, int, float], Answer]  # (solver, budget, effort)
+
 _WHAT_IF: Final = (0.9, 1.1)
 _SECOND_LOOK: Final = 0.25  # of the first search's effort
+_BESIDE: Final = 1.5  # what workers may take, over the effort of the search that they run beside
+_KNOWN: Final = 3  # answers that they begin with
 
 
 def plan_memory(
@@ -59,8 +64,9 @@ def plan_memory(
 class Planning:
     """Plans of one profile. What was found and measured before is where the next search starts."""
 
-    def __init__(self, profile: Profile) -> None:
+    def __init__(self, profile: Profile, workers: SearchWorkers | None = None) -> None:
         self._profile = profile
+        self._workers = workers
         self._solver: Solver | None = None
         self._has_searched = False
         self._calibration: Calibration | None = None
@@ -76,9 +82,27 @@ class Planning:
         solver = self._solver_with(corrections, asked)
         is_first, self._has_searched = not self._has_searched, True
         search, share = (self._first, 1.0) if is_first else (self._fitting, _SECOND_LOOK)
-        answer = search(solver, asked, share * effort)
+        if self._workers is None or solver.untouched().step.peak_bytes <= asked:
+            answer = search(solver, asked, share * effort)
+        else:
+            answer = self._beside(self._workers, search, solver, asked, share * effort)
         plan = written_plan(solver, answer, budget, what_if=_what_if(solver, answer, budget))
         return dataclasses.replace(plan, inputs=self._profile.inputs)
+
+    def _beside(self, workers: SearchWorkers, search: Search, solver: Solver, budget: int, effort: float) -> Answer:
+        """The search, and those of the workers from other starting points; then once more from what all of them found."""
+        known = [answer.solution for answer in solver.best_ones(budget, _KNOWN)]
+        workers.begin(self._profile, solver.simulator.corrections, budget, effort=_BESIDE * effort, known=known)
+        refusal = None
+        try:
+            search(solver, budget, effort)
+        except BudgetTooSmallError as error:
+            refusal = error
+        near = [solver.simulate(solution) for solution in workers.collect()]
+        best = solver.best_known(budget)
+        if refusal is not None and best.step.peak_bytes > budget:
+            raise refusal
+        return solver.solve(budget, near=[best, *near], effort=_SECOND_LOOK * effort)
 
     def solver(self, budget: int) -> Solver:
         """A solver with everything that is known by now."""

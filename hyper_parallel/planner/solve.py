@@ -112,13 +112,17 @@ class Solver:
             other.simulate(solution)
         for share in _NEARBY:
             near = int(share * budget)
-            for known in heapq.nsmallest(_CARRIED, self._simulated.values(), key=lambda answer: answer.key(near)):
+            for known in self.best_ones(near, _CARRIED):
                 other.simulate(known.solution)
         return other
 
     def best_known(self, budget: int) -> Answer:
         """The best of everything that was simulated so far, for this budget."""
         return min(self._simulated.values(), key=lambda answer: answer.key(budget))
+
+    def best_ones(self, budget: int, most: int) -> list[Answer]:
+        """The same, the best first."""
+        return heapq.nsmallest(most, self._simulated.values(), key=lambda answer: answer.key(budget))
 
     def simulate(self, solution: Solution) -> Answer:
         """A solution and the step it comes to, simulated once; as it was measured, where it was."""
@@ -154,8 +158,11 @@ class Solver:
         """The step left alone."""
         return self.simulate(Solution((LEFT_ALONE,) * len(self.profile.blocks), self.profile.engine))
 
-    def solve(self, budget: int, *, near: Iterable[Answer] = (), effort: float = 1.0) -> Answer:
-        """The best answer found; it may not fit, then it is the smallest peak found."""
+    def solve(self, budget: int, *, near: Iterable[Answer] = (), effort: float = 1.0, stream: int = 0) -> Answer:
+        """The best answer found; it may not fit, then it is the smallest peak found.
+
+        ``stream``: searches with another one begin at other starts and leave their answers by other moves.
+        """
         alone = self.untouched()
         if alone.step.peak_bytes <= budget:
             return alone
@@ -166,9 +173,10 @@ class Solver:
         self._has_seeds = True
         starts.sort(key=lambda answer: answer.key(budget))
         best = starts[0]
-        for start in _distinct([*near, *starts], max(self.pace.starts, len(near) + 1)):
+        first = stream * self.pace.starts
+        for start in _distinct([*near, *starts], first + max(self.pace.starts, len(near) + 1))[first:]:
             best = min(best, self._descend(start, budget), key=lambda answer: answer.key(budget))
-        return self._polish(self._kick(best, budget), budget)
+        return self._polish(self._kick(best, budget, stream), budget)
 
     def smallest(self, *, effort: float = 1.0) -> Answer:
         """The smallest peak found, whatever it costs."""
@@ -247,9 +255,9 @@ class Solver:
 
     # ------------------------------------------------------------------ search
 
-    def _kick(self, best: Answer, budget: int) -> Answer:
+    def _kick(self, best: Answer, budget: int, stream: int) -> Answer:
         """Leave the best answer by a few moves at random and descend again, until that no longer helps."""
-        dice = random.Random(0)
+        dice = random.Random(stream)
         misses = 0
         while misses < self.pace.misses and not self._is_spent():
             solution = best.solution
