@@ -118,9 +118,9 @@ class TapeRegion:
 
     def _give_up_if_large(self, stuck_bytes: int, inputs: list[torch.Tensor]) -> None:
         """Rule 3. This call is right, and larger than it should be; the next ones run Python again."""
-        held = sum(bytes_of(tensor) for tensor in inputs)
-        if stuck_bytes > _STUCK_SHARE * held:
-            self.reason = f"ops that are not run again (fused kernels, other libraries) would hold {show_bytes(stuck_bytes)} of a call"
+        if stuck_bytes > _STUCK_SHARE * sum(map(bytes_of, inputs)):
+            held = show_bytes(stuck_bytes)
+            self.reason = f"ops that are not run again (fused kernels, other libraries) would hold {held} of a call"
             self._built.remember(self.reason)
 
 

@@ -1,4 +1,4 @@
-"""Values that a tape cannot make again: what backward does not read goes, and a region that would hold too much runs Python again."""
+"""Values that a tape cannot make again: those that backward does not read go, and a region that would hold too many gives up."""
 
 from __future__ import annotations
 
