@@ -99,7 +99,7 @@ def effect_norms(x, effects):
 
 
 # ---------------------------------------------------------------- writes that no op makes
-# Each may happen twice without harm, as it does where Python runs again. None is in a region with a policy (``source``).
+# They change what the function itself made: where Python runs again they happen again, to a value that was made again.
 
 
 def _bytes_of(x):
@@ -115,6 +115,17 @@ def raw_numpy(x):
     else:
         y.data.copy_(x.detach().float().clamp(-1, 1))
     return x * y.to(x.dtype)
+
+
+def raw_halves(x):
+    """A value that numpy changes once, as fused rotary embeddings do: to change it a second time would show."""
+    y = x.detach().float().cos()
+    if y.device.type == "cpu":
+        values = y.numpy()
+        values *= 0.5
+    else:
+        y.data.mul_(0.5)
+    return (x * y.to(x.dtype)).sin()
 
 
 def raw_fill(x):

@@ -55,7 +55,7 @@ class Lowering:
         retains = any(action.retain for actions in program.threads for action in actions)
         self._allows_selective = not (retains or kinds & {"fail_backward", "both", "double"})
         self._is_parallel = len(program.threads) > 1 or self._is_shared
-        self._recomputed_depth = self._selective_depth = self._policy_depth = 0
+        self._recomputed_depth = self._selective_depth = 0
 
     def _new(self, roots: frozenset[int] | None = None) -> Value:
         number = self._values
@@ -102,8 +102,6 @@ class Lowering:
             or (spec.takes_gradient and self._selective_depth > 0)
             # Torch's own checkpoint, with which a run that fails inside a recompute is compared, would change it twice.
             or ((op.name in STATE or op.name in EFFECTS) and self._plans_error_in_replay)
-            # A policy may keep or swap the value as it was before the write, or after it.
-            or (op.name.startswith("raw_") and self._policy_depth > 0)
             # Torch's kernel changes the running statistics after it saved them, and no counter tells: a copy that starts late
             # is not what the checksum was taken of.
             or (op.name == "effect_norms" and self.program.settings.verify)
@@ -166,12 +164,9 @@ class Lowering:
         written_before = set(self.found_written)
         self._recomputed_depth += is_recomputed
         self._selective_depth += span.kind == "torch_selective"
-        has_policy = span.policy is not None and span.kind in _CHECKPOINTS
-        self._policy_depth += has_policy
         inner, lines = self._body(span.body, list(visible), inner_foreign)
         self._recomputed_depth -= is_recomputed
         self._selective_depth -= span.kind == "torch_selective"
-        self._policy_depth -= has_policy
         results = [_pick(inner, ref) for ref in span.outs] or [_pick(inner, 0)]
         if span.kind in BLOCKS:
             visible += inner[before:]

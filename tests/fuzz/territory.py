@@ -1,9 +1,10 @@
 """Where a generator may go: which operations, spans and schedules it draws from.
 
 ``first`` is the territory of the recorded runs, whose programs keep their numbers. Each rare family has a territory of its
-own, in which it is every third operation. ``calls`` has wrapped layers that are called with other weights than their own
-(``functional_call``) or with keywords that torch's checkpoint takes, and schedules that change a weight before backward; torch's
-own checkpoint is wrong there, so it is not in ``wide``, which has everything else.
+own, in which it is every third operation. ``unseen`` has writes that no op makes, in regions with policies. ``calls`` has
+wrapped layers that are called with other weights than their own (``functional_call``) or with keywords that torch's checkpoint
+takes, and schedules that change a weight before backward; torch's own checkpoint is wrong there, so it is not in ``wide``, which
+has everything else.
 """
 
 from __future__ import annotations
@@ -73,6 +74,9 @@ _AROUND = (
 )
 
 
+_UNSEEN = tuple(name for name in EFFECTS if name.startswith("raw_"))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Territory:
     """What there is to choose from; an option that is named twice comes twice as often."""
@@ -105,6 +109,12 @@ TERRITORIES: dict[str, Territory] = {
     "state": Territory(families=_FAMILIES + (tuple(STATE),) * 8, policy_ops=_RARE_OPS),
     "effects": Territory(
         families=_FAMILIES + (tuple(EFFECTS),) * 10, span_kinds=_ON_A_TAPE, double_percent=15, policy_percent=15
+    ),
+    "unseen": Territory(
+        families=_FAMILIES[:4] + (_UNSEEN,) * 8,
+        span_kinds=_ON_A_TAPE,
+        policy_ops=("cos", "tanh", "sin", "mul", "mm", "cos", "to", "detach"),
+        policy_percent=85,
     ),
     "calls": Territory(
         families=_FAMILIES + (_MATRICES,) * 8, span_kinds=_CALLED, policy_percent=40, call_percent=60, weight_percent=50

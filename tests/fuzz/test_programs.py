@@ -15,7 +15,7 @@ from fuzz.oracle import judge
 from fuzz.program import Program
 from fuzz.source import program_to_script
 
-_CHUNKS = {"first": 6, "wide": 12, "state": 4, "effects": 3, "calls": 2, "second": 2}
+_CHUNKS = {"first": 6, "wide": 12, "state": 4, "effects": 3, "calls": 2, "second": 2, "unseen": 2}
 _PROGRAMS_PER_CHUNK = 60
 _EXAMPLES = 250
 

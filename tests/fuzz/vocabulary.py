@@ -99,6 +99,7 @@ EFFECTS: dict[str, Spec] = {
     "effect_lengthens": _EFFECT,
     "effect_norms": _EFFECT,
     "raw_numpy": _ONE,
+    "raw_halves": _ONE,
     "raw_fill": _ONE,
     "raw_dlpack": _ONE,
     "raw_data": _ONE,

@@ -19,13 +19,16 @@ import torch
 
 from hyper_parallel.backends.torch.graph import is_in_backward
 from hyper_parallel.backends.torch.region_bytes import counted
+from hyper_parallel.backends.torch.region_identity import owner_of
 from hyper_parallel.backends.torch.region_state import RegionState
 from hyper_parallel.backends.torch.saved_tensors import AsyncSaveOnCpu, unpack
 from hyper_parallel.backends.torch.selective import create_selective_checkpoint_contexts
-from hyper_parallel.backends.torch.tape import region_for, why_no_tape
-from hyper_parallel.backends.torch.tape_policies import ObservedReplays, SwappedOutputs, owner_of
+from hyper_parallel.backends.torch.tape import region_or_reason
+from hyper_parallel.backends.torch.tape_policies import ObservedReplays, SwappedOutputs
 from hyper_parallel.backends.torch.tensor_adapter import TENSORS
 from hyper_parallel.backends.torch.transformers_cache import refuse_left_out_caches, with_own_cache
+from hyper_parallel.backends.torch.unseen_writes import known_writes_of
+from hyper_parallel.config import current_config
 from hyper_parallel.core.activation_checkpoint.calls import (
     Calls,
     CheckpointCall,
@@ -74,21 +77,30 @@ class TorchCalls(Calls):
         """See the base class."""
         if not torch.is_grad_enabled():
             return None
-        reason = why_no_tape(call.function, call.policy, call.asked)
-        if reason is not None:
+        region = region_or_reason(call)
+        if isinstance(region, str):
             is_replay = (
                 is_in_replayed_region() and is_in_backward()
             )  # of a region around it: this call was counted in forward
             if not is_replay:
-                SwapManager().counters.count_region(owner_of(call.function), reason)
+                SwapManager().counters.count_region(owner_of(call.function), region)
             return None
         refuse_left_out_caches(call.function, call.args, call.kwargs)
         observed = ObservedReplays.of(call.function)
         swaps = (
             observed if call.policy is None else SwappedOutputs(call.where, call.swap_config, call.position, observed)
         )
-        region = region_for(call.function)
-        return functools.partial(region.run, call.where, call.function, call.args, call.kwargs, call.policy, swaps)
+        config = call.swap_config or current_config()
+        return functools.partial(
+            region.run,
+            call.where,
+            call.function,
+            call.args,
+            call.kwargs,
+            call.policy,
+            swaps,
+            proves_again=config.verify,
+        )
 
     def run_replayable(self, call: CheckpointCall) -> Any:
         """See the base class. Without gradients nothing is replayed.
@@ -100,6 +112,8 @@ class TorchCalls(Calls):
         if asks_for_contexts or (torch.is_grad_enabled() and not options.get("debug")):
             options = _answering_for_hooks(functools.partial(self.replay_contexts, call), options)
         region = call.region
+        if call.policy_fn is not None:
+            call.known = known_writes_of(region.region, region.objects)
         call.watched.extend(weakref.ref(value) for value in region.args if isinstance(value, torch.Tensor))
         return framework_checkpoint(
             counted(region.function), *region.take_args(), early_stop=call.early_stop, **options, **region.kwargs
@@ -111,7 +125,11 @@ class TorchCalls(Calls):
         if call.policy_fn is not None:
             pairs.append(
                 create_selective_checkpoint_contexts(
-                    call.policy_fn, swap_config=call.swap_config, where=call.where, position=call.position
+                    call.policy_fn,
+                    swap_config=call.swap_config,
+                    where=call.where,
+                    position=call.position,
+                    known=call.known,
                 )
             )
         if state is not None:

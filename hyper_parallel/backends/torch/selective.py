@@ -16,7 +16,8 @@ speed. What torch alone has:
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,17 +27,26 @@ from hyper_parallel.backends.torch.random_state import RandomState
 from hyper_parallel.backends.torch.saved_tensors import TorchPacker
 from hyper_parallel.backends.torch.storages import bytes_of, tensors_in
 from hyper_parallel.backends.torch.tensor_adapter import TENSORS
+from hyper_parallel.backends.torch.unseen_writes import NOTHING_TO_LEARN, KnownWrites, OutputWatch
 from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.packed import Packed
 from hyper_parallel.core.activation_checkpoint.policy import as_op_policy, op_label
 from hyper_parallel.core.activation_checkpoint.record import Position
-from hyper_parallel.core.activation_checkpoint.region import REPLAYED, Region, RegionForward, RegionReplay, Replayed
-from hyper_parallel.errors import SwapImpossibleError
+from hyper_parallel.core.activation_checkpoint.region import (
+    REPLAYED,
+    Filed,
+    Region,
+    RegionForward,
+    RegionReplay,
+    Replayed,
+)
+from hyper_parallel.errors import InPlaceChangeError, SwapImpossibleError
 from hyper_parallel.fates import Fate
 from hyper_parallel.platform.torch import compat
 
 __all__ = ["ForwardMode", "ReplayMode", "create_selective_checkpoint_contexts"]
 
+CHANGED_UNSEEN: Final = "changed_unseen"
 _RECOMPUTE = Fate.RECOMPUTE
 _current_task = torch._C._current_graph_task_id  # -1: no backward runs on this thread
 
@@ -60,9 +70,13 @@ class _RegionMode(TorchDispatchMode):
 class ForwardMode(RegionForward, _RegionMode):
     """Runs each op and files what becomes of its output."""
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: Region, known: KnownWrites) -> None:
         RegionForward.__init__(self, region)
         _RegionMode.__init__(self)
+        if region.allows_mutation:
+            self._watch = OutputWatch(NOTHING_TO_LEARN, is_always_on=False)
+        else:
+            self._watch = OutputWatch(known, is_always_on=region.packer.config.verify)
         self._has_skipped_random = False
         self._task = -1
 
@@ -75,6 +89,12 @@ class ForwardMode(RegionForward, _RegionMode):
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
         replayed: Counter[str] = Counter()
+        if exc[0] is None:
+            for key, number in self._watch.end():
+                self._run_again(key, number)
+                replayed[CHANGED_UNSEEN] += 1
+        if self._watch.num_known:
+            replayed[CHANGED_UNSEEN] += self._watch.num_known
         for key, entries in self._entries.items():
             reason = KNOWN[key].replay_reason  # type: ignore[index]  # the key is the op's id
             if reason is not None:
@@ -99,10 +119,12 @@ class ForwardMode(RegionForward, _RegionMode):
         if entries is None:
             entries = self._entries[key] = []
         if facts.replay_reason is not None or torch.is_inference_mode_enabled():
+            self._watch.may_keep(key, len(entries), is_kept=False)
             entries.append(self._replayed_entry(facts, args, kwargs) if facts.may_draw else REPLAYED)
             return facts.run(*args, **kwargs)
         fate = self._fate_of(key, op, args, kwargs)
-        if fate is _RECOMPUTE:
+        number = len(entries)
+        if not self._watch.may_keep(key, number, is_kept=fate is not _RECOMPUTE):
             entries.append(self._replayed_entry(facts, args, kwargs) if facts.may_draw else REPLAYED)
             output = facts.run(*args, **kwargs)
             self._recomputed_bytes += bytes_of(output)
@@ -111,8 +133,22 @@ class ForwardMode(RegionForward, _RegionMode):
         state = RandomState.now(args, kwargs, is_opaque=not facts.is_random) if facts.may_draw else None
         output = facts.run(*args, **kwargs)
         self._has_skipped_random |= facts.may_draw
-        entries[-1] = self._file(op, fate, output, args, state)
+        entries[-1] = filed = self._file(op, fate, output, args, state)
+        self._watch.add(key, number, filed, output)
         return output
+
+    def _run_again(self, key: Hashable, number: int) -> None:
+        """A kernel that the dispatcher does not see has changed a filed output: the replay makes it again."""
+        entry = self._entries[key][number]
+        assert isinstance(entry, Filed), "only what was filed is watched"
+        facts = KNOWN[key]  # type: ignore[index]  # the key is the op's id
+        if not facts.can_run_again:
+            raise InPlaceChangeError(
+                f"{self._region.where}: cannot keep the output of {op_label(facts.op)} number {number + 1}, because a kernel "
+                "that torch does not see (Triton, numpy, an extension) changes it in place, and cannot run the op again, "
+                "because other ranks take part in it. Give that kernel a copy of its argument."
+            )
+        self._entries[key][number] = Replayed(entry.draw_state)
 
     def _replayed_entry(self, facts: OpFacts, args: Any, kwargs: dict[str, Any]) -> Replayed:
         """Rule 2: a state is kept only once the replay would be out of step."""
@@ -127,6 +163,9 @@ class ForwardMode(RegionForward, _RegionMode):
                 "storage of its own. Let the policy answer MUST_SAVE or MUST_RECOMPUTE for it."
             )
         return super()._swap_output(op, tensor)
+
+    def _before_change(self, filed: Filed) -> None:
+        self._watch.before_change(filed)
 
     def _protect(self, facts: OpFacts, args: Any, kwargs: dict[str, Any]) -> None:
         if not self._region.filed_by_storage:
@@ -192,13 +231,15 @@ def create_selective_checkpoint_contexts(
     swap_config: SwapConfig | None = None,
     where: str = "checkpoint",
     position: Position | None = None,
+    known: KnownWrites | None = None,
 ) -> tuple[ForwardMode, ReplayMode]:
     """The pair of contexts of one region, for ``torch.utils.checkpoint.checkpoint(context_fn=...)``.
 
-    With ``allow_cache_entry_mutation`` a saved value that was changed in place is used as it is.
+    ``known``: what is known of this region from earlier calls; None: nothing, so that its kept outputs are looked at in every
+    call. With ``allow_cache_entry_mutation`` a saved value that was changed in place is used as it is.
     """
     policy = as_op_policy(policy_fn_or_list, where=where, check_names=TENSORS.check_op_names)
     position = Position(TENSORS.next_sequence()) if position is None else position
     packer = TorchPacker(config=swap_config, where=where, position=position)
     region = Region(policy, packer, allows_mutation=allow_cache_entry_mutation)
-    return ForwardMode(region), ReplayMode(region)
+    return ForwardMode(region, known or KnownWrites()), ReplayMode(region)

@@ -6,7 +6,7 @@ them and remembers, for every region, what was proven.
 Rules
 -----
 1. A tape is used after it made the region's values again once, bit by bit, at the end of the forward that recorded it. Op
-   sequences that were proven are not proven again.
+   sequences that were proven are not proven again, unless ``SwapConfig(verify=True)`` asks for it.
 2. Where recording stops (an op that may not run again and writes, a tensor subclass), the values of this call stay. Later calls
    of the region run Python again, and the reason is counted.
 3. A region that would hold much more than a checkpoint does, because what made its values is not run again (fused kernels, ops of
@@ -17,7 +17,6 @@ Rules
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, Final
@@ -27,17 +26,18 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hyper_parallel.backends.torch import native
+from hyper_parallel.backends.torch.region_identity import RegionTable, owner_of
 from hyper_parallel.backends.torch.storages import bytes_of, tensors_in
-from hyper_parallel.backends.torch.tape_policies import ObservedReplays, SwappedOutputs, fates_for, owner_of
+from hyper_parallel.backends.torch.tape_policies import ObservedReplays, SwappedOutputs, fates_for
 from hyper_parallel.config import show_bytes
-from hyper_parallel.core.activation_checkpoint.calls import is_in_replayed_region
+from hyper_parallel.core.activation_checkpoint.calls import RecordedCall, is_in_replayed_region
 from hyper_parallel.core.activation_checkpoint.policy import ByOpName, PolicyTable
 from hyper_parallel.core.activation_checkpoint.region_state import changed_in_place
 from hyper_parallel.core.activation_checkpoint.statistics import INSIDE_REPLAYED_REGION
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.errors import InPlaceChangeError
 
-__all__ = ["TapeRegion", "region_for", "runs_from_tape", "why_no_tape"]
+__all__ = ["TapeRegion", "region_or_reason", "runs_from_tape"]
 
 _COPIED_BEFORE_WRITE_BYTES: Final = 2**20
 _STEERING_OUTPUT_BYTES: Final = 2**20
@@ -72,12 +72,18 @@ class TapeRegion:
         kwargs: dict[str, Any],
         policy: PolicyTable | None = None,
         swaps: SwappedOutputs | ObservedReplays | None = None,
+        *,
+        proves_again: bool = False,
     ) -> Any:
-        """Call the function once, recorded. With a policy come :class:`SwappedOutputs`."""
+        """Call the function once, recorded. With a policy come :class:`SwappedOutputs`.
+
+        ``proves_again``: prove the tape also where an earlier call has proven this sequence of ops.
+        """
         recorder = self._recorder
+        history = recorder.RegionHistory() if proves_again else self._history
         _HIGHER_ORDER_OPS.pass_over_recorder(recorder)
         fates = None if policy is None else fates_for(policy)
-        tape = recorder.Tape(where, self._history, _COPIED_BEFORE_WRITE_BYTES, _STEERING_OUTPUT_BYTES, fates, swaps)
+        tape = recorder.Tape(where, history, _COPIED_BEFORE_WRITE_BYTES, _STEERING_OUTPUT_BYTES, fates, swaps)
         outer = _top_hooks(True)
         if outer is not None:
             tape.show_arguments(tensors_in((args, kwargs)), *outer)
@@ -179,34 +185,41 @@ class _HigherOrderOps:
 
 _HIGHER_ORDER_OPS = _HigherOrderOps()
 
-_REGIONS: weakref.WeakKeyDictionary[Any, TapeRegion] = weakref.WeakKeyDictionary()
-_LOCK = threading.Lock()
+_REGIONS: RegionTable[TapeRegion] = RegionTable()
 
 
-def region_for(function: Callable[..., Any]) -> TapeRegion:
-    """The region of a module, or of a function's code: a lambda that is made anew in each step is one region."""
-    owner = owner_of(function)
-    key: Any = owner if isinstance(owner, torch.nn.Module) else getattr(function, "__code__", owner)
-    with _LOCK:
-        region = _REGIONS.get(key)
-        if region is None:
-            recorder = native.load()
-            assert recorder is not None, "it was asked for before"
-            recorder.set_changed_error(_changed_error)
-            region = TapeRegion(recorder, owner)
-            if not _is_lazy(owner):  # a lazy module gets its parameters in its first forward
-                _REGIONS[key] = region
-    return region
+def region_for(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TapeRegion:
+    """The region that this call runs. Raises ``TypeError`` where the function has no identity."""
+
+    def new() -> TapeRegion:
+        recorder = native.load()
+        assert recorder is not None, "it was asked for before"
+        recorder.set_changed_error(_changed_error)
+        return TapeRegion(recorder, owner_of(function))
+
+    # A lazy module gets its parameters in its first forward.
+    return _REGIONS.find(function, args, kwargs, new, is_stored=lambda owner: not _is_lazy(owner))
 
 
 def runs_from_tape(module: torch.nn.Module) -> bool:
     """Whether the last call of this module as a recomputed region was recorded."""
-    region = _REGIONS.get(module)
+    region = _REGIONS.of_module(module)
     return region is not None and region.reason is None
 
 
-def why_no_tape(function: Callable[..., Any], policy: Any, asked: dict[str, Any]) -> str | None:  # noqa: C901, PLR0912  # a list
-    """Why a call of this function runs Python again in backward; None when it is recorded."""
+def region_or_reason(call: RecordedCall) -> TapeRegion | str:
+    """The region that records this call, or why the call runs Python again in backward."""
+    reason = _why_no_tape(call.policy, call.asked)
+    if reason is not None:
+        return reason
+    try:
+        region = region_for(call.function, call.args, call.kwargs)
+    except TypeError:  # neither it nor its code can be referred to weakly
+        return "a callable without an identity"
+    return region.reason or region
+
+
+def _why_no_tape(policy: Any, asked: dict[str, Any]) -> str | None:  # noqa: C901  # a list
     if native.load() is None:
         return f"no native recorder: {native.why_not()}"
     if policy is not None and not isinstance(policy, PolicyTable):
@@ -229,10 +242,7 @@ def why_no_tape(function: Callable[..., Any], policy: Any, asked: dict[str, Any]
     for mode in _get_current_dispatch_mode_stack():
         if not type(mode).__module__.startswith("hyper_parallel."):
             return f"the dispatch mode {type(mode).__name__}"
-    try:
-        return region_for(function).reason
-    except TypeError:  # neither it nor its code can be referred to weakly
-        return "a callable without an identity"
+    return None
 
 
 def _is_in_torchs_checkpoint() -> bool:
@@ -266,9 +276,7 @@ def _changed_error(where: str, what: str, storage: int, version: int, now: int) 
 
 def _name_of(storage: int) -> str:
     """The tensor over this storage, as the regions' modules name it."""
-    for region in list(_REGIONS):
-        if not isinstance(region, torch.nn.Module):
-            continue
+    for region in _REGIONS.modules():
         for module in region.modules():
             for kind, tensors in (("parameter", module._parameters), ("buffer", module._buffers)):
                 for name, tensor in tensors.items():

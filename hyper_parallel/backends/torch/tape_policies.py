@@ -15,6 +15,7 @@ import torch
 
 from hyper_parallel.backends.torch import native
 from hyper_parallel.backends.torch.ops import facts_of, is_weight_cast
+from hyper_parallel.backends.torch.region_identity import owner_of
 from hyper_parallel.backends.torch.saved_tensors import TorchPacker
 from hyper_parallel.backends.torch.tensor_adapter import TENSORS
 from hyper_parallel.config import SwapConfig
@@ -25,7 +26,7 @@ from hyper_parallel.core.activation_checkpoint.record import Position
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.fates import Fate
 
-__all__ = ["ObservedReplays", "SwappedOutputs", "fates_for", "owner_of"]
+__all__ = ["ObservedReplays", "SwappedOutputs", "fates_for"]
 
 _NUMBERS: Final = {Fate.RECOMPUTE: 0, Fate.SAVE: 1, Fate.SWAP: 2}  # as in native/fates.h
 _RECOMPUTED: Final = (0, None)
@@ -96,11 +97,6 @@ def _number(answer: Any, op: Any) -> int:
 
 def _is_weight_cast(source: torch.Tensor) -> bool:
     return is_weight_cast((source,))
-
-
-def owner_of(function: Callable[..., Any]) -> Any:
-    """The module whose method a region runs, or the function itself."""
-    return getattr(function, "__self__", function)
 
 
 class ObservedReplays:

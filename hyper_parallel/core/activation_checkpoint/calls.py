@@ -61,6 +61,7 @@ class CheckpointCall:
     swaps_inputs: bool
     keeps_random_state: bool
     options: dict[str, Any]  # of the framework's own checkpoint
+    known: Any = None  # what the framework's adapter knows of this region from earlier calls
     watched: list[Any] = dataclasses.field(default_factory=list)  # weak references to the tensors among the arguments
 
 

@@ -203,8 +203,12 @@ class RegionForward:
         for tensor in written:
             key = region.tensors.storage_key_if_any(tensor)
             for filed in () if key is None else region.filed_by_storage.pop(key, ()):
+                self._before_change(filed)
                 filed.is_changed_later = True
                 filed.output = map_packed(filed.output, self._independent)
+
+    def _before_change(self, filed: Filed) -> None:
+        """An op is about to change a filed output. Nothing to do, unless a framework looks for other changes of it."""
 
     def _independent(self, packed: Packed) -> Packed:
         """The same value, independent of the tensor that is about to change."""
