@@ -82,7 +82,7 @@ class SelectiveCheckpoint(TorchCheckpoint):
 
 
 @contextlib.contextmanager
-def _wrapped(layers: nn.ModuleList, wrapper: Callable[[nn.Module], nn.Module]) -> Iterator[None]:
+def wrapped(layers: nn.ModuleList, wrapper: Callable[[nn.Module], nn.Module]) -> Iterator[None]:
     originals = list(layers)
     for at, layer in enumerate(originals):
         layers[at] = wrapper(layer)
@@ -93,12 +93,25 @@ def _wrapped(layers: nn.ModuleList, wrapper: Callable[[nn.Module], nn.Module]) -
             layers[at] = layer
 
 
+Mode = Callable[[nn.ModuleList], contextlib.AbstractContextManager[Any]]
+"""The layers under one way, for as long as the context lasts."""
+
+TORCH_WAYS: dict[str, Mode] = {
+    "none": lambda layers: contextlib.nullcontext(),
+    "torch checkpoint": lambda layers: wrapped(layers, TorchCheckpoint),
+    "torch selective": lambda layers: wrapped(layers, SelectiveCheckpoint),
+}
+
+
 class Bench:
     """One case."""
+
+    file = "budgets.jsonl"
 
     def __init__(self, name: str, output: Path | None) -> None:
         self.name = name
         self.output = output
+        self.modes = dict(TORCH_WAYS)
         self.model, forward, self.layers = _CASES[name]()
         self.forward = forward
         self.started = time.perf_counter()
@@ -122,20 +135,15 @@ class Bench:
         )
         print(line, flush=True)
         if self.output is not None:
-            with (self.output / "budgets.jsonl").open("a") as file:
+            with (self.output / self.file).open("a") as file:
                 file.write(line + "\n")
 
     @contextlib.contextmanager
     def way(self, name: str) -> Iterator[None]:
         """The model under one way."""
-        if name in self.plans:
-            with hp.apply_plan(self.model, self.plans[name]):
-                yield
-        elif name == "none":
+        planned = name in self.plans
+        with hp.apply_plan(self.model, self.plans[name]) if planned else self.modes[name](self.layers):
             yield
-        else:
-            with _wrapped(self.layers, TorchCheckpoint if name == "torch checkpoint" else SelectiveCheckpoint):
-                yield
 
     def timed(self, name: str, *, steps: int, warmup: int) -> dict[str, Any]:
         """Seconds of some steps, and their peak."""
@@ -204,8 +212,7 @@ class Bench:
 
     def rounds(self, count: int, steps: int) -> None:
         """All ways in turn; one line for each way."""
-        torch_ways = [] if self.name == "small_card" else ["none"]
-        ways = [*torch_ways, "torch checkpoint", "torch selective", *self.plans]
+        ways = [way for way in self.modes if way != "none" or self.name != "small_card"] + list(self.plans)
         rows: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
         for number in range(count):
             for at in range(len(ways)):
