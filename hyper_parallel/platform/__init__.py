@@ -6,6 +6,7 @@ Importing this package imports no framework; :func:`get_platform` does, at its f
 from hyper_parallel.platform.platform import (
     EXISTING_COMM_GROUPS,
     GroupInfo,
+    ParameterLayout,
     Platform,
     PlatformType,
     get_mindspore_platform,
@@ -16,6 +17,7 @@ from hyper_parallel.platform.platform import (
 __all__ = [
     "EXISTING_COMM_GROUPS",
     "GroupInfo",
+    "ParameterLayout",
     "Platform",
     "PlatformType",
     "get_mindspore_platform",

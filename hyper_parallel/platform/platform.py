@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Final
 from hyper_parallel.platform.base.collectives import CollectiveMembers
 from hyper_parallel.platform.base.differentiable import DifferentiableMembers
 from hyper_parallel.platform.base.groups import EXISTING_COMM_GROUPS, GroupInfo, GroupMembers
+from hyper_parallel.platform.base.layouts import ParameterLayout
 from hyper_parallel.platform.base.modules import ModuleMembers
 from hyper_parallel.platform.base.streams import StreamMembers
 from hyper_parallel.platform.base.tensors import TensorMembers
@@ -26,6 +27,7 @@ __all__ = [
     "HYPER_PARALLEL_PLATFORM",
     "HYPER_PARALLEL_PLATFORM_MINDSPORE",
     "HYPER_PARALLEL_PLATFORM_TORCH",
+    "ParameterLayout",
     "Platform",
     "PlatformType",
     "get_mindspore_platform",

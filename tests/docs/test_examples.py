@@ -22,6 +22,8 @@ EXAMPLES = {
     "generate_then_train": ["plain", "inputs"],
 }
 ELSEWHERE = {"fsdp2", "lightning_fit", "sft_lora", "transformers_trainer"}
+ON_BOTH_FRAMEWORKS = {"data_parallel", "sequence_parallel_attention", "sharded_checkpoint"}
+"""Run by ``tests/contract/test_platform_examples.py``, which allows them less than 80 lines."""
 
 
 def output_of(name: str) -> str:
@@ -52,6 +54,6 @@ def test_the_same_losses_at_a_lower_peak(name: str) -> None:
 
 def test_every_example_is_short_and_run_somewhere() -> None:
     files = {path.stem: path for path in (ROOT / "examples").glob("*.py") if path.stem != "__init__"}
-    assert set(files) == set(EXAMPLES) | ELSEWHERE
-    lengths = {name: len(path.read_text().splitlines()) for name, path in files.items()}
+    assert set(files) == set(EXAMPLES) | ELSEWHERE | ON_BOTH_FRAMEWORKS
+    lengths = {name: len(files[name].read_text().splitlines()) for name in set(files) - ON_BOTH_FRAMEWORKS}
     assert {name: length for name, length in lengths.items() if length >= 60} == {}

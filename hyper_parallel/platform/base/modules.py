@@ -66,7 +66,10 @@ class ModuleMembers:
 
     @staticmethod
     def set_layout_into_parameter(param: Any, layout: Any) -> Any:
-        """Give a parameter its layout over a device mesh; returns the parameter. A second layout is ``ValueError``."""
+        """Give a parameter its layout, a ``ParameterLayout`` or the framework's own; returns the parameter.
+
+        A second layout is ``ValueError``.
+        """
         raise needs_framework("set_layout_into_parameter")
 
     @staticmethod

@@ -13,7 +13,7 @@ from mindspore import mint, nn
 from hyper_parallel.platform.base.modules import ModuleMembers
 from hyper_parallel.platform.base.unsupported import class_or_instance_method, class_property
 from hyper_parallel.platform.mindspore import checkpoint_files, gradients, initialization, parameters, state_dict
-from hyper_parallel.platform.mindspore.groups import my_rank
+from hyper_parallel.platform.mindspore.groups import MindSporeGroupMembers, my_rank
 from hyper_parallel.platform.mindspore.tensors import MindSporeTensorMembers, dtype_of
 
 __all__ = ["MindSporeModuleMembers"]
@@ -74,7 +74,7 @@ class MindSporeModuleMembers(ModuleMembers):
     @staticmethod
     def set_layout_into_parameter(param: Any, layout: Any) -> Any:
         """Give the parameter a ``mindspore.parallel.Layout`` and leave it this rank's part; returns the parameter."""
-        return parameters.set_layout(param, layout, my_rank())
+        return parameters.set_layout(param, layout, my_rank(), MindSporeGroupMembers.get_world_size())
 
     @staticmethod
     def get_param_local_shape(param: Any) -> tuple[int, ...]:

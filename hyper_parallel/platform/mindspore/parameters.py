@@ -15,6 +15,7 @@ import mindspore
 import numpy as np
 from mindspore import mint
 
+from hyper_parallel.platform.base.layouts import ParameterLayout
 from hyper_parallel.platform.mindspore import compat
 from hyper_parallel.platform.mindspore.tensors import detached
 
@@ -101,10 +102,20 @@ def replace_everywhere(root: Any, old: Any, new: Any) -> int:
     return count
 
 
-def set_layout(param: Any, layout: Any, rank: int) -> Any:  # mindspore.Parameter, mindspore.parallel.Layout
-    """Give a parameter a layout and leave it this rank's part of its own values; returns the parameter.
+def _of_mindspore(layout: Any, param: Any, world_size: int) -> Any:
+    """A ``ParameterLayout`` as MindSpore's; anything else as it is."""
+    if not isinstance(layout, ParameterLayout):
+        return layout
+    layout.check_shape(param.shape)
+    ranks = layout.ranks_in(world_size)
+    made = mindspore.parallel.Layout(tuple(layout.mesh.values()), tuple(layout.mesh), rank_list=list(ranks))
+    return made(*(axis or "None" for axis in layout.dims))
 
-    Nothing is sent: all ranks must have the same values before.
+
+def set_layout(param: Any, layout: Any, rank: int, world_size: int) -> Any:  # mindspore.Parameter
+    """Give a parameter a ``mindspore.parallel.Layout`` or a ``ParameterLayout``; returns the parameter.
+
+    What is left of it is this rank's part of its own values. Nothing is sent: all ranks must have the same values before.
     """
     part = part_of(param)
     if part is not None:
@@ -112,10 +123,11 @@ def set_layout(param: Any, layout: Any, rank: int) -> Any:  # mindspore.Paramete
             f"set_layout_into_parameter: a parameter of shape {part.whole_shape} already has "
             f"{part.layout.to_dict()}; a second layout is refused. Make a new parameter for it"
         )
+    layout = _of_mindspore(layout, param, world_size)
     if not isinstance(layout, mindspore.parallel.Layout) or layout.to_dict().get("tensor_map") is None:
         raise TypeError(
             f"set_layout_into_parameter: a layout on MindSpore is a mindspore.parallel.Layout that was called with the "
-            f"axis of each dim, such as Layout((2, 2), ('dp', 'tp'))('dp', 'None'); got {layout!r}"
+            f"axis of each dim, such as Layout((2, 2), ('dp', 'tp'))('dp', 'None'), or a ParameterLayout; got {layout!r}"
         )
     record = layout.to_dict()
     if len(record["tensor_map"]) != param.ndim:

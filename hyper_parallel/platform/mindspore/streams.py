@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Final, NoReturn
 
@@ -131,8 +131,31 @@ class SymmetricMemoryHandler:
         )
 
 
+def _ending_failures(differentiated: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return differentiated(*args, **kwargs)
+        except BaseException:
+            compat.end_failed_gradient()  # MindSpore would go on recording
+            raise
+
+    return run
+
+
 class MindSporeStreamMembers(StreamMembers):
-    """Streams, autograd, activation memory."""
+    """Streams, autograd, activation memory; beside the base also ``value_and_grad``."""
+
+    @staticmethod
+    def value_and_grad(
+        function: Callable[..., Any],
+        grad_position: int | tuple[int, ...] | None = 0,
+        weights: Iterable[Any] | None = None,
+    ) -> Callable[..., tuple[Any, Any]]:
+        """A function that gives ``function``'s value and its gradient by arguments, by weights, or (by both)."""
+        if grad_position is None and weights is None:
+            raise ValueError("value_and_grad: nothing to differentiate by; give grad_position, weights, or both")
+        held = None if weights is None else list(weights)
+        return _ending_failures(mindspore.value_and_grad(function, grad_position, held))
 
     @staticmethod
     def new_stream() -> Any:

@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.platform.base.layouts import ParameterLayout
 from hyper_parallel.platform.torch.compat import DTensor, become, set_local_tensor
+from hyper_parallel.platform.torch.device import accelerator_type
+from hyper_parallel.platform.torch.groups import TorchGroupMembers, live_group
 
 __all__ = ["fill", "local_data", "replace_everywhere", "same_kind", "set_data", "set_layout"]
 
@@ -31,7 +34,7 @@ def replace_everywhere(root: torch.nn.Module, old: torch.nn.Parameter, new: torc
 
 
 def set_layout(param: torch.Tensor, layout: Any) -> torch.nn.Parameter:
-    """Shard ``param`` over ``layout``, a pair (mesh, placements); returns the DTensor parameter.
+    """Shard ``param`` over ``layout``, a pair (mesh, placements) or a ``ParameterLayout``; returns the DTensor parameter.
 
     torch cannot turn a plain parameter object into a sharded one. So the DTensor parameter takes its place in every
     module and every optimizer that holds it. The old object gives its bytes up and remembers the new one: the members of
@@ -48,7 +51,7 @@ def set_layout(param: torch.Tensor, layout: Any) -> torch.nn.Parameter:
             f"set_layout_into_parameter: a parameter of shape {tuple(param.shape)} already has {placed}; "
             f"a second layout is refused. Call redistribute() on its data instead"
         )
-    mesh, placements = _checked_layout(layout)
+    mesh, placements = _checked_layout(_of_torch(layout, param))
     holders = _holders_of(param)
     made = torch.nn.Parameter(distribute_tensor(param.detach(), mesh, placements), requires_grad=param.requires_grad)
     if param.grad is not None:
@@ -93,6 +96,33 @@ def _give_up_bytes(param: torch.Tensor) -> None:
         param.data = param.data.new_full((), float("nan") if is_inexact else 0).expand(param.shape)
 
 
+def _of_torch(layout: Any, param: torch.Tensor) -> Any:
+    """A ``ParameterLayout`` as a mesh and placements; anything else as it is."""
+    if not isinstance(layout, ParameterLayout):
+        return layout
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, Shard
+
+    layout.check_shape(param.shape)
+    world = live_group(None, member="set_layout_into_parameter")
+    ranks, me = layout.ranks_in(world.size()), world.rank()
+    if me not in ranks:
+        raise ValueError(
+            f"set_layout_into_parameter: rank {me} holds nothing; because the layout is over the ranks {list(ranks)}; "
+            "call it on these ranks only"
+        )
+    # Groups of the ranks that take part, so that the others of the world need not call.
+    groups = [_group_of(layout.ranks_along(axis, ranks, me), world) for axis in layout.mesh]
+    grid = torch.tensor(ranks).reshape(tuple(layout.mesh.values()))
+    mesh = DeviceMesh.from_group(groups, accelerator_type() or "cpu", grid, mesh_dim_names=tuple(layout.mesh))
+    placements = [Shard(layout.dims.index(axis)) if axis in layout.dims else Replicate() for axis in layout.mesh]
+    return mesh, placements
+
+
+def _group_of(ranks: list[int], world: torch.distributed.ProcessGroup) -> torch.distributed.ProcessGroup:
+    return world if len(ranks) == world.size() else TorchGroupMembers.create_group(ranks)
+
+
 def _checked_layout(layout: Any) -> tuple[Any, Sequence[Any]]:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
@@ -101,7 +131,7 @@ def _checked_layout(layout: Any) -> tuple[Any, Sequence[Any]]:
     if not is_pair or not isinstance(layout[1], tuple | list):
         raise TypeError(
             f"set_layout_into_parameter: a layout on torch is (DeviceMesh, placements), such as "
-            f"(mesh, [Shard(0)]); got {layout!r}"
+            f"(mesh, [Shard(0)]), or a ParameterLayout; got {layout!r}"
         )
     mesh, placements = layout
     if len(placements) != mesh.ndim or not all(isinstance(placement, Placement) for placement in placements):

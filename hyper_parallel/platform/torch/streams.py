@@ -7,7 +7,7 @@ Where there is no accelerator every op runs at once, in order, on the calling th
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any
@@ -18,6 +18,7 @@ from hyper_parallel.platform.base.streams import StreamMembers
 from hyper_parallel.platform.base.unsupported import class_property
 from hyper_parallel.platform.torch.device import accelerator_type
 from hyper_parallel.platform.torch.symmetric_memory import SymmetricMemoryHandler
+from hyper_parallel.platform.torch.value_and_grad import value_and_grad
 
 __all__ = ["HostEvent", "HostStream", "TorchStreamMembers"]
 
@@ -93,7 +94,16 @@ class _HostStreamContext:
 
 
 class TorchStreamMembers(StreamMembers):
-    """Streams, autograd, activation memory."""
+    """Streams, autograd, activation memory; beside the base also ``value_and_grad``."""
+
+    @staticmethod
+    def value_and_grad(
+        function: Callable[..., Any],
+        grad_position: int | tuple[int, ...] | None = 0,
+        weights: Iterable[torch.Tensor] | None = None,
+    ) -> Callable[..., tuple[Any, Any]]:
+        """A function that gives ``function``'s value and its gradient by arguments, by weights, or (by both)."""
+        return value_and_grad(function, grad_position, weights)
 
     @staticmethod
     def new_stream() -> Any:
