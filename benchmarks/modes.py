@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib
-import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
 
 import hyper_parallel as hp
+from benchmarks.offloading import trl_offloading
 from hyper_parallel import CheckpointPolicy, SwapConfig
 
 SAVE, SWAP, RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_SWAP, CheckpointPolicy.PREFER_RECOMPUTE
@@ -89,15 +87,11 @@ def trl_mode(with_checkpoint: bool) -> Any:
 
     @contextlib.contextmanager
     def mode(model: nn.Module, layers: nn.ModuleList) -> Iterator[None]:
-        path = os.environ.get("TRL_OFFLOAD_FILE")
-        importlib.import_module("accelerate").PartialState()  # its logger refuses to warn without one
-        if path:
-            sys.path.insert(0, os.path.dirname(path))
-            module = importlib.import_module(os.path.splitext(os.path.basename(path))[0])
-        else:
-            module = importlib.import_module("trl.models.activation_offloading")
+        offloading = trl_offloading()
+        if offloading is None:
+            raise ModuleNotFoundError("TRL cannot be imported; TRL_OFFLOAD_FILE may name its one file")
         wrap = (lambda _, layer: _TorchCheckpointed(layer, None)) if with_checkpoint else (lambda _, layer: layer)
-        with replaced(layers, wrap), module.OffloadActivations(use_pin_memory=True, use_streams=True):
+        with replaced(layers, wrap), offloading(use_pin_memory=True, use_streams=True):
             yield
 
     return mode

@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
-import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +22,7 @@ from torch import nn
 
 import hyper_parallel as hp
 from benchmarks.budgets_h200 import Bench, wrapped
+from benchmarks.offloading import trl_offloading
 from hyper_parallel import SwapConfig
 from hyper_parallel.testing import simulated_accelerator
 
@@ -38,20 +36,6 @@ def _swap_everything(layers: nn.ModuleList) -> contextlib.AbstractContextManager
     return wrapped(layers, lambda layer: hp.swap_wrapper(layer, swap_config=config))
 
 
-def _trl_offloading() -> Callable[..., contextlib.AbstractContextManager[Any]] | None:
-    """TRL's class; None where it cannot be had."""
-    path = os.environ.get("TRL_OFFLOAD_FILE")
-    if path:
-        sys.path.insert(0, str(Path(path).parent))
-    try:
-        importlib.import_module("accelerate").PartialState()  # its logger refuses to warn without one
-        module = importlib.import_module(Path(path).stem if path else "trl.models.activation_offloading")
-    except ImportError:
-        return None
-    offloading: Callable[..., contextlib.AbstractContextManager[Any]] = module.OffloadActivations
-    return offloading
-
-
 class SwapBench(Bench):
     """One case under the ways that swap, beside torch's."""
 
@@ -62,7 +46,7 @@ class SwapBench(Bench):
         self.modes["attention swapped, rest recomputed"] = lambda _: hp.apply_rules(self.model, _ATTENTION)
         self.modes["attention and matmuls swapped"] = lambda _: hp.apply_rules(self.model, _MATMULS_TOO)
         self.modes["swap_wrapper, 4 MiB"] = _swap_everything
-        offloading = _trl_offloading() if torch.cuda.is_available() else None
+        offloading = trl_offloading() if torch.cuda.is_available() else None
         if offloading is None:
             self.emit(mode="TRL, 4 MiB", error="TRL, or a GPU for it, cannot be had here")
         else:

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from hyper_parallel._version import TESTED_TORCH
+from hyper_parallel._version import TESTED_TORCH, __version__
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -63,3 +63,7 @@ def test_the_release_that_the_makefile_installs_is_one_of_the_list() -> None:
     assert f"main_release={installed.pop()} " in script
     assert "TESTED_TORCH" in script
     assert "make test-versions" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_the_citation_names_the_version() -> None:
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
