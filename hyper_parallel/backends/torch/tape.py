@@ -117,9 +117,7 @@ class TapeRegion:
         counters = SwapManager().counters
         if reason:
             self.reason = reason
-        counters.count_region(owner_of(function), reason)
-        counters.add("recomputed_bytes", tape.recomputed_bytes)
-        counters.add("saved_bytes", tape.saved_bytes)
+        counters.count_recorded(owner_of(function), reason, tape.recomputed_bytes, tape.saved_bytes)
         return output
 
     def _give_up_if_large(self, stuck_bytes: int, inputs: list[torch.Tensor]) -> None:

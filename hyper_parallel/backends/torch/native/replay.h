@@ -199,7 +199,7 @@ class Replay {
     Chain& chain = chain_of(ref.slot, ref.version);
     start(chain, ref.slot, ref.version);
     TORCH_INTERNAL_ASSERT(chain.storage, "what an op reads was made before it");
-    return ref.view.over(chain.storage);
+    return tape_.views_[ref.view].over(chain.storage);
   }
 
   void run_op(const Op& op, int at, Restorer& restorer) {
