@@ -90,7 +90,9 @@ class Layer(nn.Module):
             linear(normed).view(batch, length, _HEADS, -1).transpose(1, 2) for linear in (self.q, self.k, self.v)
         )
         cos, sin = self.cos[:, :, :length], self.sin[:, :, :length]
-        attended = F.scaled_dot_product_attention(rotated(query, cos, sin), rotated(key, cos, sin), value, is_causal=True)
+        attended = F.scaled_dot_product_attention(
+            rotated(query, cos, sin), rotated(key, cos, sin), value, is_causal=True
+        )
         x = x + self.o(attended.transpose(1, 2).reshape(batch, length, width))
         normed = self.norms[1](x)
         return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
@@ -120,14 +122,15 @@ class Experts(nn.Module):
         return x + output.view_as(x)
 
 
-def block_named(name: str) -> tuple[nn.Module, torch.Tensor]:
-    """The block of a case, and what it is called with."""
+def blocks_named(name: str, count: int, device: str) -> tuple[list[nn.Module], torch.Tensor]:
+    """Blocks of a case, and what the first is called with."""
     torch.manual_seed(0)
-    if name == "chain":
-        return Chain(), torch.randn(8, Chain.width).requires_grad_()
-    block = Experts() if name == "experts" else Layer(has_adapters=name == "LoRA layer")
-    dtype = _BASE_DTYPE if name == "LoRA layer" else torch.float32
-    return block, torch.randn(1, 8, _WIDTH, dtype=dtype).requires_grad_()
+    has_adapters = name == "LoRA layer"
+    with torch.device(device):
+        if name == "chain":
+            return [Chain() for _ in range(count)], torch.randn(8, Chain.width).requires_grad_()
+        x = torch.randn(1, 8, _WIDTH, dtype=_BASE_DTYPE if has_adapters else torch.float32).requires_grad_()
+        return [Experts() if name == "experts" else Layer(has_adapters=has_adapters) for _ in range(count)], x
 
 
 CASES = ("chain", "LoRA layer", "experts", "decoder layer")

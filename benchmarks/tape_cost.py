@@ -21,10 +21,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import hyper_parallel as hp
-from benchmarks.host_blocks import CASES, block_named
+from benchmarks.host_blocks import CASES, blocks_named
 from hyper_parallel.backends.torch import native
 
 _UNMEASURED_ROUNDS = 5
+_LAYERS = 4  # blocks in a row
 _LENGTH = 200  # ops of a chain that shows one part
 
 
@@ -75,24 +76,26 @@ def fastest(ways: dict[str, Callable[[], Any]], clock: HostClock, rounds: int) -
 
 def of_a_case(name: str, device: str, clock: HostClock, rounds: int) -> dict[str, Any]:
     """A block as it is, under torch's checkpoint and from a tape."""
-    block, x = block_named(name)
-    block, x = block.to(device), x.detach().to(device).requires_grad_()
-    for tensor in ("cos", "sin"):
-        if hasattr(block, tensor):
-            setattr(block, tensor, getattr(block, tensor).to(device))
-    plain, torchs, tape = (
-        fastest(
-            {
-                "plain": lambda: block(x),
-                "torch checkpoint": lambda: checkpoint(block, x, use_reentrant=False),
-                "tape": lambda: hp.checkpoint(block, x),
-            },
-            clock,
-            rounds,
-        )
-    ).values()
+    blocks, x = blocks_named(name, _LAYERS, device)
+
+    def in_a_row(call: Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        output = x
+        for block in blocks:
+            output = call(block, output)
+        return output
+
+    found = fastest(
+        {
+            "plain": lambda: in_a_row(lambda block, x: block(x)),
+            "torch checkpoint": lambda: in_a_row(lambda block, x: checkpoint(block, x, use_reentrant=False)),
+            "tape": lambda: in_a_row(hp.checkpoint),
+        },
+        clock,
+        rounds,
+    )
+    plain, torchs, tape = ([value / _LAYERS for value in times] for times in found.values())
     before = recorder().counters()["recorded_ops"]
-    hp.checkpoint(block, x)
+    hp.checkpoint(blocks[0], x)
     return {
         "ops": recorder().counters()["recorded_ops"] - before,
         "plain us": [round(value) for value in plain],
@@ -109,6 +112,7 @@ def of_the_parts(device: str, clock: HostClock, rounds: int) -> dict[str, float]
     """What one region costs without an op, and what is added by an op that is recorded, a value packed, unpacked, made again."""
     x = torch.randn(8, 8, device=device).requires_grad_()
     constant = torch.randn(8, 8, device=device)
+    nothing = torch.nn.Identity()
 
     def sines(x: torch.Tensor) -> torch.Tensor:  # each saves the output of the one before
         for _ in range(_LENGTH):
@@ -130,7 +134,7 @@ def of_the_parts(device: str, clock: HostClock, rounds: int) -> dict[str, float]
 
     found = fastest(
         {
-            "entry": lambda: hp.checkpoint(torch.nn.Identity.forward, None, x),
+            "entry": lambda: [hp.checkpoint(nothing, x) for _ in range(_LENGTH)][-1],
             "bare": lambda: sines(constant),
             "recorded": lambda: recorded(sines),
             "sines": lambda: sines(x),
@@ -141,14 +145,18 @@ def of_the_parts(device: str, clock: HostClock, rounds: int) -> dict[str, float]
         clock,
         rounds,
     )
-    entry = found["entry"][0]
+    entry = found["entry"][0] / _LENGTH
     record = (found["recorded"][0] - found["bare"][0]) / _LENGTH
     unpack = (found["products, tape"][1] - found["products"][1]) / _LENGTH
     return {
         "region without an op": round(entry, 2),
         "record an op": round(record, 3),
-        "pack a value of the region": round((found["sines, tape"][0] - found["sines"][0] - entry) / _LENGTH - record, 3),
-        "pack a value from outside": round((found["products, tape"][0] - found["products"][0] - entry) / _LENGTH - record, 3),
+        "pack a value of the region": round(
+            (found["sines, tape"][0] - found["sines"][0] - entry) / _LENGTH - record, 3
+        ),
+        "pack a value from outside": round(
+            (found["products, tape"][0] - found["products"][0] - entry) / _LENGTH - record, 3
+        ),
         "unpack": round(unpack, 3),
         "run an op again, over the bare op": round(
             (found["sines, tape"][1] - found["sines"][1] - found["bare"][0]) / _LENGTH - unpack, 3

@@ -20,19 +20,18 @@ PyObject* make_changed_error = nullptr;  // (where, what, storage, version, now)
 
 // A tape on which an op is half recorded records no more: its values stay from there on.
 bool begin(
-    Tape& tape, const c10::OperatorHandle& op, const OpFacts& facts, const torch::jit::Stack& stack, size_t count,
-    Tape::Draft& draft) {
+    Tape& tape, const c10::OperatorHandle& op, const OpFacts& facts, const torch::jit::Stack& stack, Tape::Draft& draft) {
   try {
-    return tape.begin(op, facts, stack, count, draft);
+    return tape.begin(op, facts, stack, draft);
   } catch (...) {
     tape.stop("an error in its policy or in the swap engine");
     throw;
   }
 }
 
-void end(Tape& tape, const c10::OperatorHandle& op, Tape::Draft& draft, const torch::jit::Stack& stack, size_t count) {
+void end(Tape& tape, const c10::OperatorHandle& op, Tape::Draft& draft, const torch::jit::Stack& stack) {
   try {
-    tape.end(op, draft, stack, count);
+    tape.end(op, draft, stack);
   } catch (...) {
     tape.stop("an error in its policy or in the swap engine");
     throw;
@@ -43,8 +42,9 @@ void record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit:
   c10::impl::ExcludeDispatchKeyGuard unseen(kRecorderKey);
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kRecorderKey);
   OpFacts scratch;
+  const auto& open = open_tapes;  // of this thread, looked up once
   // Code that hides its ops from dispatch modes hides them from tapes too: our own copies, torch's `tensor(data)`.
-  if (open_tapes.empty() || c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python)) {
+  if (open.empty() || c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python)) {
     op.redispatchBoxed(below, stack);
     return;
   }
@@ -53,32 +53,30 @@ void record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit:
     op.redispatchBoxed(below, stack);
     return;
   }
-  const size_t arguments = facts.kind == OpKind::kRefused && !op.hasSchema() ? 0 : op.schema().arguments().size();
-  const size_t results = op.hasSchema() ? op.schema().returns().size() : 0;
-  if (open_tapes.size() == 1) {
-    Tape& tape = *open_tapes.back();
+  if (open.size() == 1) {
+    Tape& tape = *open.back();
     Tape::Draft draft;
     auto lock = locked(tape.mutex());
-    const bool is_recorded = begin(tape, op, facts, *stack, arguments, draft);
+    const bool is_recorded = begin(tape, op, facts, *stack, draft);
     lock.unlock();
     op.redispatchBoxed(below, stack);
     if (!is_recorded) return;
     lock = locked(tape.mutex());
-    end(tape, op, draft, *stack, results);
+    end(tape, op, draft, *stack);
     return;
   }
   // Regions that lie in one another all record.
   std::vector<Tape::Draft> drafts;
-  drafts.reserve(open_tapes.size());
-  for (const auto& tape : open_tapes) {
+  drafts.reserve(open.size());
+  for (const auto& tape : open) {
     drafts.emplace_back();
     auto lock = locked(tape->mutex());
-    if (!begin(*tape, op, facts, *stack, arguments, drafts.back())) drafts.pop_back();
+    if (!begin(*tape, op, facts, *stack, drafts.back())) drafts.pop_back();
   }
   op.redispatchBoxed(below, stack);
   for (auto& draft : drafts) {
     auto lock = locked(draft.tape->mutex());
-    end(*draft.tape, op, draft, *stack, results);
+    end(*draft.tape, op, draft, *stack);
   }
 }
 

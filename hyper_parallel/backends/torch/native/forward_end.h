@@ -72,7 +72,6 @@ inline void Tape::close() {
   is_open_ = false;
   slot_by_storage_.clear();
   if (reason_.empty()) drop_unread();
-  region_history_->remember_sizes({ops_.size(), arguments_.size(), refs_.size(), slots_.size(), handles_.size(), views_.size()});
   for (Handle& handle : handles_) {
     if (handle.saved_version >= 0) handle.closed_version = handle.counter.current_version();
     follow_writes(handle);

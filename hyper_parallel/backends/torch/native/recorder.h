@@ -22,22 +22,18 @@ inline Tape::Tape(
       region_history_(std::move(region_history)),
       proven_(region_history_->get()),
       limits_(limits),
+      tables_(region_history_->take_tables()),
       fates_(std::move(fates)),
       swaps_(std::move(swaps)),
       opened_in_task_(torch::autograd::get_current_graph_task_id()),
       settings_{Settings::now()} {
   counters().live_tapes.fetch_add(1, std::memory_order_relaxed);
-  const Sizes last = region_history_->last_sizes();
-  ops_.reserve(last.ops);
-  arguments_.reserve(last.arguments);
-  refs_.reserve(last.refs);
-  slots_.reserve(last.slots);
-  slot_by_storage_.reserve(last.slots);
-  handles_.reserve(last.handles);
-  views_.reserve(last.views);
 }
 
-inline Tape::~Tape() { counters().live_tapes.fetch_sub(1, std::memory_order_relaxed); }
+inline Tape::~Tape() {
+  region_history_->give_back(tables_);
+  counters().live_tapes.fetch_sub(1, std::memory_order_relaxed);
+}
 
 inline void Tape::stop(std::string reason) {
   if (reason_.empty()) reason_ = std::move(reason);
@@ -47,7 +43,8 @@ inline void Tape::stop(std::string reason) {
 inline int Tape::view_of(Slot& slot, const at::Tensor& tensor) {
   if (slot.last_view == kNone || !views_[slot.last_view].is_of(tensor)) {
     slot.last_view = static_cast<int>(views_.size());
-    views_.push_back(View::of(tensor));
+    views_.emplace_back();
+    views_.back().take(tensor);
   }
   return slot.last_view;
 }
@@ -286,7 +283,7 @@ inline bool is_among(const c10::SmallVectorImpl<uint8_t>& positions, size_t at) 
 }
 
 inline bool Tape::begin(
-    const c10::OperatorHandle& op, const OpFacts& facts, const torch::jit::Stack& stack, size_t count, Draft& draft) {
+    const c10::OperatorHandle& op, const OpFacts& facts, const torch::jit::Stack& stack, Draft& draft) {
   if (!is_open_ || is_replaying || !reason_.empty()) return false;
   swap_pending();
   if (facts.kind == OpKind::kRefused) {
@@ -294,6 +291,7 @@ inline bool Tape::begin(
     return false;
   }
   draft.tape = this;
+  const size_t count = facts.argument_count;
   draft.facts = &facts;
   draft.hash = facts.hash;
   draft.first_argument = arguments_.size();
@@ -359,7 +357,7 @@ inline bool Tape::begin(
   return true;
 }
 
-inline void Tape::end(const c10::OperatorHandle& handle, Draft& draft, const torch::jit::Stack& stack, size_t count) {
+inline void Tape::end(const c10::OperatorHandle& handle, Draft& draft, const torch::jit::Stack& stack) {
   const OpFacts& facts = *draft.facts;
   c10::SmallVector<Output, 2> created;
   int position = 0;
@@ -367,6 +365,7 @@ inline void Tape::end(const c10::OperatorHandle& handle, Draft& draft, const tor
   const int this_op = static_cast<int>(ops_.size());
   const size_t pair = mix(last_hash_, draft.hash);
   const bool is_new = proven_->count(pair) == 0 && !HP_FAULT("probation");
+  const size_t count = facts.result_count;
   for (size_t at = stack.size() - count; at < stack.size(); ++at) {
     for_each_tensor(stack[at], [&](const at::Tensor& tensor) {
       const int here = position++;

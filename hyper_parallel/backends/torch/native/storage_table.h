@@ -3,6 +3,7 @@
 
 #include <c10/core/Storage.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -37,10 +38,13 @@ class StorageTable {
     return true;
   }
 
+  // Forgets all storages, and keeps the memory.
   void clear() {
-    entries_ = {};
+    if (count_ > 0) std::fill(entries_.begin(), entries_.end(), Entry());
     count_ = 0;
   }
+
+  size_t memory_bytes() const { return entries_.capacity() * sizeof(Entry); }
 
  private:
   static constexpr size_t kFewest = 64;  // a power of two, as all sizes are

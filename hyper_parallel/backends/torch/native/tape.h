@@ -56,6 +56,7 @@ struct View {
   bool is_wrapped_number = false;
 
   static View of(const at::Tensor& tensor);
+  void take(const at::Tensor& tensor);
   bool is_of(const at::Tensor& tensor) const;
   at::Tensor over(c10::Storage storage) const;
   at::Tensor bits(c10::Storage storage) const;  // the same elements as integers: two bit patterns can be compared
@@ -149,30 +150,63 @@ struct Handle {
   bool is_alive = true;
 };
 
-// How many entries the tables of a tape have.
-struct Sizes {
-  size_t ops = 0;
-  size_t arguments = 0;
-  size_t refs = 0;
-  size_t slots = 0;
-  size_t handles = 0;
-  size_t views = 0;
+// The tables of a tape.
+struct Tables {
+  std::vector<Op> ops;
+  std::vector<Argument> arguments;
+  std::vector<Ref> refs;
+  std::vector<Slot> slots;
+  std::vector<Handle> handles;
+  std::vector<View> views;
+  StorageTable slot_by_storage;
+
+  void clear() {
+    ops.clear();
+    arguments.clear();
+    refs.clear();
+    slots.clear();
+    handles.clear();
+    views.clear();
+    slot_by_storage.clear();
+  }
+  size_t memory_bytes() const {
+    return bytes_of(ops) + bytes_of(arguments) + bytes_of(refs) + bytes_of(slots) + bytes_of(handles) + bytes_of(views) +
+        slot_by_storage.memory_bytes();
+  }
+
+ private:
+  template <typename T>
+  static size_t bytes_of(const std::vector<T>& table) {
+    return table.capacity() * sizeof(T);
+  }
 };
 
-// What is known of one region over all its calls: the op sequences that were once remade bit by bit, and how long tapes are.
+// What is known of one region over all its calls: the op sequences that were once remade bit by bit. It also keeps the empty
+// tables of tapes that are gone, for the next ones: tables that grow move everything, and memory that goes back to the system at
+// the end of every step costs a page fault for every page in the next one.
 struct RegionHistory {
   using Set = std::unordered_set<size_t>;
+  static constexpr size_t kMostSpareBytes = size_t{4} << 20;
   std::mutex mutex;
   std::shared_ptr<const Set> proven = std::make_shared<const Set>();
-  Sizes sizes;  // of the last tape: tables that grow move everything
+  std::vector<Tables> spare;
+  size_t spare_bytes = 0;
 
-  Sizes last_sizes() {
+  Tables take_tables() {
     std::lock_guard<std::mutex> lock(mutex);
-    return sizes;
+    if (spare.empty()) return Tables();
+    Tables tables = std::move(spare.back());
+    spare.pop_back();
+    spare_bytes -= tables.memory_bytes();
+    return tables;
   }
-  void remember_sizes(const Sizes& now) {
+  void give_back(Tables& tables) {
+    tables.clear();  // not under the lock: this may drop Python objects
     std::lock_guard<std::mutex> lock(mutex);
-    sizes = now;
+    const size_t bytes = tables.memory_bytes();
+    if (spare_bytes + bytes > kMostSpareBytes) return;
+    spare_bytes += bytes;
+    spare.push_back(std::move(tables));
   }
 
   std::shared_ptr<const Set> get() {
@@ -204,8 +238,8 @@ class Tape : public std::enable_shared_from_this<Tape> {
 
   // Recorder.
   struct Draft;  // one op, between its call and its return
-  bool begin(const c10::OperatorHandle& op, const OpFacts& facts, const torch::jit::Stack& stack, size_t count, Draft& draft);
-  void end(const c10::OperatorHandle& op, Draft& draft, const torch::jit::Stack& stack, size_t count);
+  bool begin(const c10::OperatorHandle& op, const OpFacts& facts, const torch::jit::Stack& stack, Draft& draft);
+  void end(const c10::OperatorHandle& op, Draft& draft, const torch::jit::Stack& stack);
   void stop(std::string reason);
 
   // Handles.
@@ -291,13 +325,14 @@ class Tape : public std::enable_shared_from_this<Tape> {
   std::mutex dead_mutex_;
   std::vector<int> dead_;
   std::atomic<bool> has_dead_{false};
-  std::vector<Op> ops_;
-  std::vector<Argument> arguments_;
-  std::vector<Ref> refs_;
-  std::vector<Slot> slots_;
-  std::vector<Handle> handles_;
-  std::vector<View> views_;
-  StorageTable slot_by_storage_;
+  Tables tables_;
+  std::vector<Op>& ops_ = tables_.ops;
+  std::vector<Argument>& arguments_ = tables_.arguments;
+  std::vector<Ref>& refs_ = tables_.refs;
+  std::vector<Slot>& slots_ = tables_.slots;
+  std::vector<Handle>& handles_ = tables_.handles;
+  std::vector<View>& views_ = tables_.views;
+  StorageTable& slot_by_storage_ = tables_.slot_by_storage;
   std::shared_ptr<Fates> fates_;  // null: everything is recomputed
   Swaps swaps_;                   // null: nothing is swapped
   std::unordered_map<const Answers*, size_t> counts_;  // how often an op came, where its answers differ

@@ -32,15 +32,19 @@ inline c10::DispatchKeySet keys_of(const at::Tensor& tensor) {
   return keys;
 }
 
-inline View View::of(const at::Tensor& tensor) {
+inline void View::take(const at::Tensor& tensor) {
   const auto* impl = tensor.unsafeGetTensorImpl();
+  sizes.assign(impl->sizes().begin(), impl->sizes().end());
+  strides.assign(impl->strides().begin(), impl->strides().end());
+  offset = impl->storage_offset();
+  dtype = impl->dtype();
+  keys = keys_of(tensor);
+  is_wrapped_number = impl->is_wrapped_number();
+}
+
+inline View View::of(const at::Tensor& tensor) {
   View view;
-  view.sizes.assign(impl->sizes().begin(), impl->sizes().end());
-  view.strides.assign(impl->strides().begin(), impl->strides().end());
-  view.offset = impl->storage_offset();
-  view.dtype = impl->dtype();
-  view.keys = keys_of(tensor);
-  view.is_wrapped_number = impl->is_wrapped_number();
+  view.take(tensor);
   return view;
 }
 
