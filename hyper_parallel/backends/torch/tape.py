@@ -115,7 +115,7 @@ class TapeRegion:
                 self._give_up_if_large(stuck_bytes, tensors_in((args, kwargs)))
         if self._module is not None:
             tape.copy_held(_small_buffers(self._module()))
-        tape.show_held(*(outer or _NO_HOOKS))
+        tape.show_held(*(_NO_HOOKS if outer is None else outer))
         if isinstance(swaps, SwappedOutputs) and not reason:
             swaps.set_order(tape.given_in_order())
         counters = manager.counters
@@ -192,6 +192,10 @@ _REGIONS: RegionTable[TapeRegion] = RegionTable()
 
 def region_for(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TapeRegion:
     """The region that this call runs. Raises ``TypeError`` where the function has no identity."""
+    if isinstance(function, torch.nn.Module):
+        known = _REGIONS.of_module(function)
+        if known is not None:
+            return known
 
     def new() -> TapeRegion:
         recorder = native.load()
