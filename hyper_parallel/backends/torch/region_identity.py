@@ -14,11 +14,11 @@ from __future__ import annotations
 import functools
 import threading
 import types
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, Generic, TypeVar
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = ["RegionTable", "owner_of"]
 
@@ -35,6 +35,8 @@ _FORWARD: Final = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call
 
 def owner_of(function: Callable[..., Any]) -> Any:
     """The module whose method a region runs, or the function itself."""
+    if isinstance(function, torch.nn.Module):  # which takes long to say that it has no such attribute
+        return function
     return getattr(function, "__self__", function)
 
 
@@ -43,7 +45,42 @@ class _Branch(Generic[_Known]):
 
     def __init__(self) -> None:
         self.by_constants: dict[tuple[Any, ...], _Known] = {}
-        self.branches = WeakIdKeyDictionary()  # the next part -> _Branch
+        self.branches: _ByIdentity[_Known] = _ByIdentity()  # by the next part
+
+
+class _ByIdentity(Generic[_Known]):
+    """Branches by objects that are referred to weakly. Objects are compared by identity: a module may define ``==``.
+
+    Torch's table of this kind asks each key for an attribute that no module has, which takes a module a microsecond to say.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Any], _Branch[_Known]]] = {}
+
+    def get(self, part: Any) -> _Branch[_Known] | None:
+        """The branch of an object, if it has one."""
+        found = self._known.get(id(part))
+        return found[1] if found is not None and found[0]() is part else None
+
+    def add(self, part: Any) -> _Branch[_Known]:
+        """A new branch, for as long as the object lives. Raises ``TypeError`` where it cannot be referred to weakly."""
+        key, table = id(part), weakref.ref(self)
+
+        def forget(dead: weakref.ref[Any]) -> None:  # called before the memory of the object can be another one's
+            living = table()
+            if living is not None and (found := living._known.get(key)) is not None and found[0] is dead:
+                del living._known[key]
+
+        branch: _Branch[_Known] = _Branch()
+        self._known[key] = (weakref.ref(part, forget), branch)
+        return branch
+
+    def parts(self) -> Iterator[Any]:
+        """The objects that live."""
+        for reference, _ in list(self._known.values()):
+            part = reference()
+            if part is not None:
+                yield part
 
 
 class RegionTable(Generic[_Known]):
@@ -71,10 +108,7 @@ class RegionTable(Generic[_Known]):
         with self._lock:
             branch = self._root
             for part in parts.referents:
-                following = branch.branches.get(part)
-                if following is None:
-                    following = branch.branches[part] = _Branch()
-                branch = following
+                branch = branch.branches.get(part) or branch.branches.add(part)
             constants = tuple(parts.constants)
             if constants not in branch.by_constants and len(branch.by_constants) >= _MOST_CONSTANTS:
                 constants = _ANY
@@ -94,7 +128,7 @@ class RegionTable(Generic[_Known]):
     def modules(self) -> list[torch.nn.Module]:
         """The modules that are regions."""
         with self._lock:
-            return [part for part in self._root.branches if isinstance(part, torch.nn.Module)]
+            return [part for part in self._root.branches.parts() if isinstance(part, torch.nn.Module)]
 
 
 class _Parts:

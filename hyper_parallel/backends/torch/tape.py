@@ -46,6 +46,7 @@ _STUCK_BYTES: Final = 2**20
 _STUCK_SHARE: Final = 0.02  # of a region's inputs, which a checkpoint holds anyway
 _SMALL_BUFFER_BYTES: Final = 2**16
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
+_NO_HOOKS: Final = (None, None)
 _SERVED: Final = frozenset({"preserve_rng_state", "respect_saved_tensors_hooks"})
 """Options of a checkpoint that a tape serves: its replays always draw the same numbers, and hooks around it see what is held."""
 
@@ -99,27 +100,28 @@ class TapeRegion:
             raise
         finally:
             _pop_hooks()
-        if not SwapManager().first_step.is_over:
-            SwapManager().first_step.memory.add_region(tape.handed_bytes(tensors_in((output,))))
+        manager = SwapManager()
+        if not manager.first_step.is_over:
+            manager.first_step.memory.add_region(tape.handed_bytes(tensors_in((output,))))
         tape.close()
         if swaps is not None:
             swaps.close()
-        reason = tape.reason
-        if not reason and not tape.is_proven:
-            reason = tape.prove()
-        if not reason and tape.stuck_bytes > _STUCK_BYTES:
-            self._give_up_if_large(tape.stuck_bytes, tensors_in((args, kwargs)))
+        reason: str = tape.reason
+        if not reason:
+            if not tape.is_proven:
+                reason = tape.prove()
+            stuck_bytes = 0 if reason else tape.stuck_bytes
+            if stuck_bytes > _STUCK_BYTES:
+                self._give_up_if_large(stuck_bytes, tensors_in((args, kwargs)))
         if self._module is not None:
             tape.copy_held(_small_buffers(self._module()))
-        tape.show_held(*(outer if outer is not None else (None, None)))
+        tape.show_held(*(_NO_HOOKS if outer is None else outer))
         if isinstance(swaps, SwappedOutputs) and not reason:
             swaps.set_order(tape.given_in_order())
-        counters = SwapManager().counters
+        counters = manager.counters
         if reason:
             self.reason = reason
-        counters.count_region(owner_of(function), reason)
-        counters.add("recomputed_bytes", tape.recomputed_bytes)
-        counters.add("saved_bytes", tape.saved_bytes)
+        counters.count_recorded(owner_of(function), reason, tape.recomputed_bytes, tape.saved_bytes)
         return output
 
     def _give_up_if_large(self, stuck_bytes: int, inputs: list[torch.Tensor]) -> None:
@@ -190,6 +192,10 @@ _REGIONS: RegionTable[TapeRegion] = RegionTable()
 
 def region_for(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TapeRegion:
     """The region that this call runs. Raises ``TypeError`` where the function has no identity."""
+    if isinstance(function, torch.nn.Module):
+        known = _REGIONS.of_module(function)
+        if known is not None:
+            return known
 
     def new() -> TapeRegion:
         recorder = native.load()

@@ -169,8 +169,10 @@ class TorchTensorAdapter(TensorAdapter):
 
     def module_label(self, value: Any) -> str | None:
         """See the base class."""
-        is_module = isinstance(value, torch.nn.Module)
-        return type(getattr(value, "wrapped_module", value)).__name__ if is_module else None
+        if not isinstance(value, torch.nn.Module):
+            return None
+        is_wrapper = hasattr(type(value), "wrapped_module")  # asked of the class, which answers faster than a module
+        return type(value.wrapped_module if is_wrapper else value).__name__
 
     def device_peak_bytes(self) -> int | None:
         """See the base class."""

@@ -31,7 +31,9 @@ _VERY_NEAR: Final = 0.88  # of a keyword at a call, where the function's own key
 
 def label_of(function: Any, tensors: TensorAdapter) -> str:
     """The function or module as errors name it."""
-    label = tensors.module_label(getattr(function, "__self__", function))
+    label = tensors.module_label(function)  # asked first: a module takes long to say that it has no `__self__`
+    if label is None:
+        label = tensors.module_label(getattr(function, "__self__", None))
     return str(getattr(function, "__qualname__", type(function).__name__)) if label is None else label
 
 

@@ -166,6 +166,13 @@ class Counters:
         if self.on_region is not None:
             self.on_region(region, reason)
 
+    def count_recorded(self, region: Any, reason: str, recomputed_bytes: int, saved_bytes: int) -> None:
+        """Count one recorded call of a region: as :meth:`count_region`, and the bytes that its tape makes again and keeps."""
+        with self._lock:
+            self.recomputed_bytes += recomputed_bytes
+            self.saved_bytes += saved_bytes
+        self.count_region(region, reason)
+
     def snapshot(self, *, tiers: tuple[TierStatistics, ...], live_records: int) -> SwapStats:
         """The frozen record."""
         with self._lock:

@@ -42,6 +42,9 @@ library the process must load first (``LD_PRELOAD``)."""
 _LIBRARIES = ("torch", "torch_cpu", "c10", "torch_python")
 _BUILD_TIMEOUT_S = 1800  # a build takes one minute on an idle core
 _PROGRESS_S = 20
+_SWITCH = "HYPER_PARALLEL_NATIVE"
+_SWITCHED_OFF = getattr(os.environ, "encodevalue", str)("0")
+_ENCODED_SWITCH = getattr(os.environ, "encodekey", str)(_SWITCH)
 
 
 class _CannotBuildError(Exception):
@@ -50,7 +53,8 @@ class _CannotBuildError(Exception):
 
 def is_wanted() -> bool:
     """Whether the environment leaves the native recorder on."""
-    return os.environ.get("HYPER_PARALLEL_NATIVE") != "0"
+    # Every call of a region asks. os.environ encodes a name and raises for one that is not set; the table behind it does not.
+    return getattr(os.environ, "_data", os.environ).get(_ENCODED_SWITCH) != _SWITCHED_OFF
 
 
 def load() -> Any | None:  # the extension module

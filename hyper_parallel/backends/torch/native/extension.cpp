@@ -20,19 +20,18 @@ PyObject* make_changed_error = nullptr;  // (where, what, storage, version, now)
 
 // A tape on which an op is half recorded records no more: its values stay from there on.
 bool begin(
-    Tape& tape, const c10::OperatorHandle& op, const OpFacts& facts, const torch::jit::Stack& stack, size_t count,
-    Tape::Draft& draft) {
+    Tape& tape, const c10::OperatorHandle& op, const OpFacts& facts, const torch::jit::Stack& stack, Tape::Draft& draft) {
   try {
-    return tape.begin(op, facts, stack, count, draft);
+    return tape.begin(op, facts, stack, draft);
   } catch (...) {
     tape.stop("an error in its policy or in the swap engine");
     throw;
   }
 }
 
-void end(Tape& tape, const c10::OperatorHandle& op, Tape::Draft& draft, const torch::jit::Stack& stack, size_t count) {
+void end(Tape& tape, const c10::OperatorHandle& op, Tape::Draft& draft, const torch::jit::Stack& stack) {
   try {
-    tape.end(op, draft, stack, count);
+    tape.end(op, draft, stack);
   } catch (...) {
     tape.stop("an error in its policy or in the swap engine");
     throw;
@@ -43,8 +42,9 @@ void record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit:
   c10::impl::ExcludeDispatchKeyGuard unseen(kRecorderKey);
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kRecorderKey);
   OpFacts scratch;
+  const auto& open = open_tapes;  // of this thread, looked up once
   // Code that hides its ops from dispatch modes hides them from tapes too: our own copies, torch's `tensor(data)`.
-  if (open_tapes.empty() || c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python)) {
+  if (open.empty() || c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python)) {
     op.redispatchBoxed(below, stack);
     return;
   }
@@ -53,66 +53,89 @@ void record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit:
     op.redispatchBoxed(below, stack);
     return;
   }
-  const size_t arguments = facts.kind == OpKind::kRefused && !op.hasSchema() ? 0 : op.schema().arguments().size();
-  const size_t results = op.hasSchema() ? op.schema().returns().size() : 0;
-  if (open_tapes.size() == 1) {
-    Tape& tape = *open_tapes.back();
+  if (open.size() == 1) {
+    Tape& tape = *open.back();
     Tape::Draft draft;
     auto lock = locked(tape.mutex());
-    const bool is_recorded = begin(tape, op, facts, *stack, arguments, draft);
+    const bool is_recorded = begin(tape, op, facts, *stack, draft);
     lock.unlock();
     op.redispatchBoxed(below, stack);
     if (!is_recorded) return;
     lock = locked(tape.mutex());
-    end(tape, op, draft, *stack, results);
+    end(tape, op, draft, *stack);
     return;
   }
   // Regions that lie in one another all record.
   std::vector<Tape::Draft> drafts;
-  drafts.reserve(open_tapes.size());
-  for (const auto& tape : open_tapes) {
+  drafts.reserve(open.size());
+  for (const auto& tape : open) {
     drafts.emplace_back();
     auto lock = locked(tape->mutex());
-    if (!begin(*tape, op, facts, *stack, arguments, drafts.back())) drafts.pop_back();
+    if (!begin(*tape, op, facts, *stack, drafts.back())) drafts.pop_back();
   }
   op.redispatchBoxed(below, stack);
   for (auto& draft : drafts) {
     auto lock = locked(draft.tape->mutex());
-    end(*draft.tape, op, draft, *stack, results);
+    end(*draft.tape, op, draft, *stack);
   }
 }
 
-// What autograd holds in place of a tensor.
+// What autograd holds in place of a tensor. An object of its own and not a capsule, which would be two allocations.
 struct Packed {
+  PyObject_HEAD
   std::shared_ptr<Tape> tape;
   int handle;
 };
 
-constexpr const char* kPackedName = "hyper_parallel.packed";
 constexpr const char* kTapeName = "hyper_parallel.tape";
 
-void drop_packed(PyObject* capsule) {
-  auto* packed = static_cast<Packed*>(PyCapsule_GetPointer(capsule, kPackedName));
+void drop_packed(PyObject* object) {
+  auto* packed = reinterpret_cast<Packed*>(object);
   packed->tape->release(packed->handle);
-  delete packed;
+  packed->tape.~shared_ptr();
+  PyObject_Free(object);
+}
+
+PyTypeObject packed_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+void make_packed_type() {
+  packed_type.tp_name = "hyper_parallel.Packed";
+  packed_type.tp_basicsize = sizeof(Packed);
+  packed_type.tp_flags = Py_TPFLAGS_DEFAULT;
+  packed_type.tp_dealloc = drop_packed;
+  packed_type.tp_doc = "A value that a tape keeps or makes again.";
+  if (PyType_Ready(&packed_type) < 0) throw pybind11::error_already_set();
 }
 
 PyObject* pack(PyObject* self, PyObject* argument) {
   HANDLE_TH_ERRORS
   auto& tape = *static_cast<std::shared_ptr<Tape>*>(PyCapsule_GetPointer(self, kTapeName));
   const int handle = tape->pack(THPVariable_Unpack(argument));
-  return PyCapsule_New(new Packed{tape, handle}, kPackedName, drop_packed);
+  auto* packed = PyObject_New(Packed, &packed_type);
+  if (packed == nullptr) {
+    tape->release(handle);
+    return nullptr;
+  }
+  new (&packed->tape) std::shared_ptr<Tape>(tape);
+  packed->handle = handle;
+  return reinterpret_cast<PyObject*>(packed);
   END_HANDLE_TH_ERRORS
 }
 
 PyObject* unpack(PyObject*, PyObject* argument) {
   HANDLE_TH_ERRORS
-  auto* packed = static_cast<Packed*>(PyCapsule_GetPointer(argument, kPackedName));
-  if (packed == nullptr) return nullptr;
+  if (!Py_IS_TYPE(argument, &packed_type)) {
+    PyErr_SetString(PyExc_TypeError, "a tape unpacks what a tape has packed");
+    return nullptr;
+  }
+  auto* packed = reinterpret_cast<Packed*>(argument);
   at::Tensor value;
   try {
-    WithoutGil released;
-    value = packed->tape->unpack(packed->handle);
+    value = packed->tape->unpack(packed->handle, /*may_run=*/false);
+    if (!value.defined()) {
+      WithoutGil released;
+      value = packed->tape->unpack(packed->handle, /*may_run=*/true);
+    }
   } catch (const ChangedInPlace& error) {
     PyObject* exception = PyObject_CallFunction(
         make_changed_error, "ssnLL", error.where.c_str(), error.what_changed.c_str(),
@@ -138,6 +161,18 @@ py::object pack_hook_of(const std::shared_ptr<Tape>& tape) {
   return py::reinterpret_steal<py::object>(PyCFunction_New(&pack_method, self.ptr()));
 }
 
+// Ops that are not recorded, views above all, do not come here at all: the dispatcher passes over our key for them.
+void pass_over_unrecorded() {
+  static auto* library = new torch::Library(torch::Library::IMPL, "aten", kRecorderKey, __FILE__, __LINE__);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    const auto op = name.name.compare(0, 6, "aten::") == 0 ? dispatcher.findSchema(name) : c10::nullopt;
+    if (!op || examine(*op).kind != OpKind::kUnrecorded) continue;
+    const std::string full_name = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
+    library->impl(full_name.c_str(), torch::CppFunction::makeFallthrough());
+  }
+}
+
 void open_tape(const std::shared_ptr<Tape>& tape) {
   open_tapes.push_back(tape);
   c10::impl::tls_set_dispatch_key_included(kRecorderKey, true);
@@ -157,6 +192,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   // the import fails with torch's message. A static object would end the process.
   static auto* library = new torch::Library(torch::Library::IMPL, "_", kRecorderKey, __FILE__, __LINE__);
   library->fallback(torch::CppFunction::makeFromBoxedFunction<&record>());
+  pass_over_unrecorded();
+  make_packed_type();
   pack_of_tapes = &pack;
   py::class_<RegionHistory, std::shared_ptr<RegionHistory>>(module, "RegionHistory")
       .def(py::init<>())

@@ -70,9 +70,8 @@ inline void Tape::close() {
   collect_dead();
   swap_pending();
   is_open_ = false;
-  slot_by_storage_ = {};
+  slot_by_storage_.clear();
   if (reason_.empty()) drop_unread();
-  region_history_->remember_sizes({ops_.size(), arguments_.size(), refs_.size(), slots_.size(), handles_.size()});
   for (Handle& handle : handles_) {
     if (handle.saved_version >= 0) handle.closed_version = handle.counter.current_version();
     follow_writes(handle);
@@ -90,8 +89,8 @@ inline size_t Tape::handed_bytes(const std::vector<at::Tensor>& outputs) {
   std::vector<bool> is_output(slots_.size(), false);
   for (const at::Tensor& output : outputs) {
     if (why_not_plain(output) != nullptr) continue;
-    const auto found = slot_by_storage_.find(output.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
-    if (found != slot_by_storage_.end()) is_output[found->second] = true;
+    const int found = slot_by_storage_.find(output.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+    if (found != kNone) is_output[found] = true;
   }
   size_t total = 0;
   for (size_t at = 0; at < slots_.size(); ++at) {
@@ -154,21 +153,21 @@ inline void Tape::show_arguments(const std::vector<at::Tensor>& tensors, PyObjec
   if (HP_FAULT("hooks_around")) return;
   for (const at::Tensor& tensor : tensors) {
     if (why_not_plain(tensor) != nullptr || (tensor.dim() == 0 && tensor.device().type() == c10::kCPU)) continue;
-    int slot = kNone;
-    int held = kNone;
+    Ref ref;
     {
       auto lock = locked(mutex_);
-      slot = find_or_hold(tensor, View::of(tensor), held);
-      if (slots_[slot].held[held].is_argument) continue;
-      slots_[slot].held[held].is_argument = true;
-      slots_[slot].held[held].is_used = false;
+      ref = find_or_hold(tensor);
+      Held& entry = slots_[ref.slot].held[ref.held];
+      if (entry.is_argument) continue;
+      entry.is_argument = true;
+      entry.is_used = false;
     }
     PythonRef value = PythonRef::take(THPVariable_Wrap(tensor));
     PyObject* packed = PyObject_CallFunctionObjArgs(pack, value.get(), nullptr);
     if (packed == nullptr) throw python_error();
     auto lock = locked(mutex_);
-    slots_[slot].held[held].packed = PythonRef::take(packed);
-    slots_[slot].held[held].unpack = PythonRef(unpack);
+    slots_[ref.slot].held[ref.held].packed = PythonRef::take(packed);
+    slots_[ref.slot].held[ref.held].unpack = PythonRef(unpack);
   }
 }
 
@@ -187,7 +186,7 @@ inline void Tape::show_held(PyObject* pack, PyObject* unpack) {
         if (!entry.is_used) entry.packed = PythonRef();
         continue;
       }
-      const bool is_scalar = entry.view.sizes.empty() && entry.alias.device().type() == c10::kCPU;
+      const bool is_scalar = views_[entry.view].sizes.empty() && entry.alias.device().type() == c10::kCPU;
       const bool is_shown = pack != nullptr && !is_scalar && (is_argument || graph.is_valid()) && !HP_FAULT("hooks_around");
       PythonRef value = is_shown ? shown_to(pack, entry) : PythonRef();
       entry.history = {};
@@ -239,10 +238,11 @@ class Tape::WithoutSwaps {
 inline std::string Tape::difference(const Handle& handle, const c10::Storage& made, const c10::Storage& original) const {
   if (handle.saved_version >= 0 && handle.closed_version != handle.saved_version) return "";  // raises when it is wanted
   Unseen unseen;
-  if (HP_FAULT("probation_comparison") || at::equal(handle.view.bits(made), handle.view.bits(original))) return "";
+  const View& view = views_[handle.view];
+  if (HP_FAULT("probation_comparison") || at::equal(view.bits(made), view.bits(original))) return "";
   const Slot& slot = slots_[handle.slot];
   const Op* op = slot.created_by == kNone ? nullptr : &ops_[slot.created_by];
-  return "a value " + describe(handle.view) + (op ? " of " + op->handle.operator_name().name : std::string()) +
+  return "a value " + describe(view) + (op ? " of " + op->handle.operator_name().name : std::string()) +
       " came out different when it was made again";
 }
 
@@ -275,7 +275,7 @@ inline std::string Tape::prove() {
         if (found.empty()) {
           handle.kept = at::Tensor();
         } else {
-          handle.kept = handle.view.over(original);
+          handle.kept = views_[handle.view].over(original);
           is_equal = false;
         }
         if (different.empty()) different = found;
@@ -300,7 +300,7 @@ inline std::string Tape::prove() {
   for (const auto& [slot, on_probation] : by_slot) {  // what was not compared stays
     const c10::Storage& original = without_swaps.original(slot);
     for (int at : on_probation) {
-      if (original && !handles_[at].kept.defined()) handles_[at].kept = handles_[at].view.over(original);
+      if (original && !handles_[at].kept.defined()) handles_[at].kept = views_[handles_[at].view].over(original);
     }
   }
   return different;

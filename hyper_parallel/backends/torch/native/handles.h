@@ -16,7 +16,7 @@ inline at::Tensor Tape::held_value(Held& held) {
   if (!HP_FAULT("held_version") && held.version >= 0 && held.counter.current_version() != static_cast<uint32_t>(held.version)) {
     ChangedInPlace error;
     error.where = where_;
-    error.what_changed = describe(held.view);
+    error.what_changed = describe(views_[held.view]);
     error.storage = held.storage;
     error.version = held.version;
     error.now = held.counter.current_version();
@@ -26,7 +26,7 @@ inline at::Tensor Tape::held_value(Held& held) {
     const auto& storage = held.alias.unsafeGetTensorImpl()->unsafe_storage();
     TORCH_CHECK(
         held.alias.numel() == 0 || storage.nbytes() > 0,
-        where_ + ": the memory of a tensor " + describe(held.view) +
+        where_ + ": the memory of a tensor " + describe(views_[held.view]) +
             " that the region reads from outside was freed by its owner before backward.");
     return held.alias;
   }
@@ -40,31 +40,42 @@ inline at::Tensor Tape::held_value(Held& held) {
   return held.value;
 }
 
+inline void Tape::let_go(int index) {
+  Handle& handle = handles_[index];
+  handle.is_alive = false;
+  handle.kept = at::Tensor();
+  if (handle.slot == kNone) return;
+  Slot& slot = slots_[handle.slot];
+  if (handle.served_in != -1 && handle.served_in == slot.served_in) slot.served -= 1;
+  if (--slot.living_handles == 0) slot.made = slot.fetched = c10::Storage();
+  if (is_held(handle) && --slot.held[handle.held].living_handles == 0) slot.held[handle.held].value = at::Tensor();
+}
+
 inline void Tape::collect_dead() {
+  if (!has_dead_.load(std::memory_order_acquire)) return;
   std::vector<int> dead;
   {
     std::lock_guard<std::mutex> lock(dead_mutex_);
     dead.swap(dead_);
+    has_dead_.store(false, std::memory_order_release);
   }
-  for (int index : dead) {
-    Handle& handle = handles_[index];
-    handle.is_alive = false;
-    handle.kept = at::Tensor();
-    if (handle.slot == kNone) continue;
-    Slot& slot = slots_[handle.slot];
-    if (handle.served_in != -1 && handle.served_in == slot.served_in) slot.served -= 1;
-    if (--slot.living_handles == 0) slot.made = slot.fetched = c10::Storage();
-    if (is_held(handle) && --slot.held[handle.held].living_handles == 0) slot.held[handle.held].value = at::Tensor();
-  }
+  for (int index : dead) let_go(index);
 }
 
 inline void Tape::release(int handle) {
-  {
-    std::lock_guard<std::mutex> lock(dead_mutex_);
-    dead_.push_back(handle);
+  Lock lock(mutex_, std::try_to_lock);
+  if (!lock.owns_lock()) {
+    {
+      std::lock_guard<std::mutex> dead_lock(dead_mutex_);
+      dead_.push_back(handle);
+      has_dead_.store(true, std::memory_order_release);
+    }
+    if (!lock.try_lock()) return;  // the thread that has it collects when it comes next
+    collect_dead();
+    return;
   }
-  Lock lock(mutex_, std::try_to_lock);  // where another thread has it, that thread collects
-  if (lock.owns_lock()) collect_dead();
+  collect_dead();
+  let_go(handle);
 }
 
 // Kept bytes that are a tensor of the user's may be changed after the region. Then its ops make them again, or this raises.
@@ -386,9 +397,24 @@ inline void Tape::order_after_made(const c10::Storage& storage) {
   guard.recordDataPtrOnStream(storage.data_ptr(), current);
 }
 
-inline at::Tensor Tape::unpack(int index) {
+// Whether a handle's value can be given without a run and without a call of Python. Of a region that is closed.
+inline bool Tape::is_there(const Handle& handle) const {
+  if (handle.kept.defined()) return true;
+  const Slot& slot = slots_[handle.slot];
+  if (is_held(handle)) return slot.held[handle.held].value.defined() || slot.held[handle.held].alias.defined();
+  if (slot.kept_version == handle.version) return !slot.swapped;
+  return static_cast<bool>(slot.made);
+}
+
+inline at::Tensor Tape::unpack(int index, bool may_run) {
   drop_served_before();
-  auto lock = HP_FAULT("lock_of_unpack") ? Lock() : locked(mutex_);
+  Lock lock;
+  if (may_run) {
+    if (!HP_FAULT("lock_of_unpack")) lock = locked(mutex_);
+  } else {
+    lock = Lock(mutex_, std::try_to_lock);
+    if (!lock.owns_lock() || is_open_ || HP_FAULT("lock_of_unpack")) return at::Tensor();
+  }
   collect_dead();
   swap_pending();
   drop_served();
@@ -399,7 +425,7 @@ inline at::Tensor Tape::unpack(int index) {
   if (now != handle.saved_version && !HP_FAULT("saved_version")) {
     ChangedInPlace error;
     error.where = where_;
-    error.what_changed = describe(handle.slot == kNone ? View::of(handle.kept) : handle.view);
+    error.what_changed = describe(handle.slot == kNone ? View::of(handle.kept) : views_[handle.view]);
     error.version = handle.saved_version;
     error.now = now;
     throw error;
@@ -407,16 +433,18 @@ inline at::Tensor Tape::unpack(int index) {
   if (handle.kept.defined()) return handle.kept;
   if (is_open_) follow_writes(handle);
   Slot& slot = slots_[handle.slot];
+  check_kept(slot);
+  if (!may_run && !is_there(handle)) return at::Tensor();
   count_served(handle);
   if (is_held(handle)) return held_value(slot.held[handle.held]);
-  check_kept(slot);
-  if (slot.kept_version == handle.version) return handle.view.over(kept_storage(slot));
+  const View& view = views_[handle.view];
+  if (slot.kept_version == handle.version) return view.over(kept_storage(slot));
   if (is_open_ && !slot.made && slot.kept_version == kNone && handle.version == slot.writes && !HP_FAULT("living_values")) {
-    if (auto living = slot.storage.lock()) return handle.view.over(c10::Storage(std::move(living)));
+    if (auto living = slot.storage.lock()) return view.over(c10::Storage(std::move(living)));
   }
   if (!slot.made) make_missing(handle);
   order_after_made(slot.made);
-  return handle.view.over(slot.made);
+  return view.over(slot.made);
 }
 
 }  // namespace hyper_parallel

@@ -29,6 +29,8 @@ struct OpFacts {
   int training_flag = -1;  // position of the flag that says whether `hidden_writes` happen
   c10::SmallVector<uint8_t, 2> hidden_writes;  // changed although the schema does not say so
   const char* reason = nullptr;   // of kRefused
+  size_t argument_count = 0;
+  size_t result_count = 0;
   size_t hash = 0;
 };
 
@@ -54,6 +56,8 @@ inline OpFacts examine(const c10::OperatorHandle& op) {
   const std::string_view name = std::string_view(full_name).substr(colons + 2);
 
   const auto& arguments = schema.arguments();
+  facts.argument_count = arguments.size();
+  facts.result_count = schema.returns().size();
   for (size_t at = 0; at < arguments.size(); ++at) {
     const auto* alias = arguments[at].alias_info();
     if (alias != nullptr && alias->isWrite()) facts.writes.push_back(static_cast<uint8_t>(at));

@@ -22,32 +22,38 @@ inline Tape::Tape(
       region_history_(std::move(region_history)),
       proven_(region_history_->get()),
       limits_(limits),
+      tables_(region_history_->take_tables()),
       fates_(std::move(fates)),
       swaps_(std::move(swaps)),
       opened_in_task_(torch::autograd::get_current_graph_task_id()),
       settings_{Settings::now()} {
   counters().live_tapes.fetch_add(1, std::memory_order_relaxed);
-  const Sizes last = region_history_->last_sizes();
-  ops_.reserve(last.ops);
-  arguments_.reserve(last.arguments);
-  refs_.reserve(last.refs);
-  slots_.reserve(last.slots);
-  slot_by_storage_.reserve(last.slots);
-  handles_.reserve(last.handles);
 }
 
-inline Tape::~Tape() { counters().live_tapes.fetch_sub(1, std::memory_order_relaxed); }
+inline Tape::~Tape() {
+  region_history_->give_back(tables_);
+  counters().live_tapes.fetch_sub(1, std::memory_order_relaxed);
+}
 
 inline void Tape::stop(std::string reason) {
   if (reason_.empty()) reason_ = std::move(reason);
 }
 
-// The slot of a tensor's storage. A storage that is not known is outside: the tensor is held.
-inline int Tape::find_or_hold(const at::Tensor& tensor, const View& view, int& held) {
+// The view through which a tensor shows its slot.
+inline int Tape::view_of(Slot& slot, const at::Tensor& tensor) {
+  if (slot.last_view == kNone || !views_[slot.last_view].is_of(tensor)) {
+    slot.last_view = static_cast<int>(views_.size());
+    views_.emplace_back();
+    views_.back().take(tensor);
+  }
+  return slot.last_view;
+}
+
+// A tensor as the tape refers to it now. A storage that is not known is outside: the tensor is held.
+inline Ref Tape::find_or_hold(const at::Tensor& tensor) {
   const auto& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
   const auto* key = storage.unsafeGetStorageImpl();
-  auto found = slot_by_storage_.find(key);
-  int index = found == slot_by_storage_.end() ? kNone : found->second;
+  int index = slot_by_storage_.find(key);
   if (index == kNone) {
     index = static_cast<int>(slots_.size());
     slots_.emplace_back();
@@ -55,22 +61,25 @@ inline int Tape::find_or_hold(const at::Tensor& tensor, const View& view, int& h
     slot.storage = storage.getWeakStorageImpl();
     slot.nbytes = storage.nbytes();
     slot.origin = 1;
-    slot_by_storage_.emplace(key, index);
+    slot_by_storage_.add(key, index);
   }
   Slot& slot = slots_[index];
-  held = kNone;
-  if (slot.is_created || slot.kept_version != kNone) return index;
+  Ref ref;
+  ref.slot = index;
+  ref.version = slot.writes;
+  ref.view = view_of(slot, tensor);
+  if (slot.is_created || slot.kept_version != kNone) return ref;
   for (size_t at = 0; at < slot.held.size(); ++at) {
-    if (slot.held[at].view == view) {
-      held = static_cast<int>(at);
+    if (slot.held[at].view == ref.view || views_[slot.held[at].view] == views_[ref.view]) {
+      ref.held = static_cast<int>(at);
       slot.held[at].is_used = true;
-      return index;
+      return ref;
     }
   }
-  held = static_cast<int>(slot.held.size());
+  ref.held = static_cast<int>(slot.held.size());
   slot.held.emplace_back();
   Held& entry = slot.held.back();
-  entry.view = view;
+  entry.view = ref.view;
   if (const auto* meta = torch::autograd::impl::get_autograd_meta(tensor)) {
     entry.history = {meta->grad_fn_, meta->output_nr_};
   }
@@ -81,7 +90,7 @@ inline int Tape::find_or_hold(const at::Tensor& tensor, const View& view, int& h
     entry.counter = tensor.unsafeGetTensorImpl()->version_counter();
     entry.version = entry.counter.current_version();
   }
-  return index;
+  return ref;
 }
 
 // Keep a created slot's bytes from here on: what is there now is what its readers read.
@@ -220,10 +229,8 @@ inline bool Tape::refer(const at::Tensor& tensor, bool is_overwritten, Ref& ref)
     stop(std::string("it uses ") + reason);
     return false;
   }
-  ref.view = View::of(tensor);
-  ref.slot = find_or_hold(tensor, ref.view, ref.held);
+  ref = find_or_hold(tensor);
   Slot& slot = slots_[ref.slot];
-  ref.version = slot.writes;
   if (slot.is_created && slot.kept_version == kNone && !is_overwritten) {
     const bool is_unset = slot.is_unset && tensor.numel() > 0 && !HP_FAULT("unset_outputs");
     if (is_unset || (is_from_python_function(tensor) && !HP_FAULT("python_functions"))) keep_alive(slot, tensor, false);
@@ -276,7 +283,7 @@ inline bool is_among(const c10::SmallVectorImpl<uint8_t>& positions, size_t at) 
 }
 
 inline bool Tape::begin(
-    const c10::OperatorHandle& op, const OpFacts& facts, const torch::jit::Stack& stack, size_t count, Draft& draft) {
+    const c10::OperatorHandle& op, const OpFacts& facts, const torch::jit::Stack& stack, Draft& draft) {
   if (!is_open_ || is_replaying || !reason_.empty()) return false;
   swap_pending();
   if (facts.kind == OpKind::kRefused) {
@@ -284,6 +291,7 @@ inline bool Tape::begin(
     return false;
   }
   draft.tape = this;
+  const size_t count = facts.argument_count;
   draft.facts = &facts;
   draft.hash = facts.hash;
   draft.first_argument = arguments_.size();
@@ -349,7 +357,7 @@ inline bool Tape::begin(
   return true;
 }
 
-inline void Tape::end(const c10::OperatorHandle& handle, Draft& draft, const torch::jit::Stack& stack, size_t count) {
+inline void Tape::end(const c10::OperatorHandle& handle, Draft& draft, const torch::jit::Stack& stack) {
   const OpFacts& facts = *draft.facts;
   c10::SmallVector<Output, 2> created;
   int position = 0;
@@ -357,6 +365,7 @@ inline void Tape::end(const c10::OperatorHandle& handle, Draft& draft, const tor
   const int this_op = static_cast<int>(ops_.size());
   const size_t pair = mix(last_hash_, draft.hash);
   const bool is_new = proven_->count(pair) == 0 && !HP_FAULT("probation");
+  const size_t count = facts.result_count;
   for (size_t at = stack.size() - count; at < stack.size(); ++at) {
     for_each_tensor(stack[at], [&](const at::Tensor& tensor) {
       const int here = position++;
@@ -364,7 +373,7 @@ inline void Tape::end(const c10::OperatorHandle& handle, Draft& draft, const tor
       const auto& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
       const int index = static_cast<int>(slots_.size());
       // Known: it was written in place, or is a view that the schema does not tell of.
-      if (!slot_by_storage_.emplace(storage.unsafeGetStorageImpl(), index).second) return;
+      if (!slot_by_storage_.add(storage.unsafeGetStorageImpl(), index)) return;
       slots_.emplace_back();
       Slot& slot = slots_.back();
       slot.storage = storage.getWeakStorageImpl();
@@ -402,7 +411,7 @@ inline void Tape::end(const c10::OperatorHandle& handle, Draft& draft, const tor
   for (auto& [index, tensor] : draft.written) {
     Slot& slot = slots_[index];
     const auto& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
-    if (slot.nbytes != storage.nbytes() || slot_by_storage_.count(storage.unsafeGetStorageImpl()) == 0) {
+    if (slot.nbytes != storage.nbytes() || slot_by_storage_.find(storage.unsafeGetStorageImpl()) == kNone) {
       stop("an op gave a tensor another storage (" + handle.operator_name().name + ")");
       forget_arguments(draft);
       return;
@@ -452,8 +461,10 @@ inline int Tape::pack(const at::Tensor& tensor) {
     handle.saved_version = handle.counter.current_version();
   }
   if (is_plain) {
-    handle.view = View::of(tensor);
-    handle.slot = find_or_hold(tensor, handle.view, handle.held);
+    const Ref ref = find_or_hold(tensor);
+    handle.slot = ref.slot;
+    handle.held = ref.held;
+    handle.view = ref.view;
     Slot& slot = slots_[handle.slot];
     if (slot.is_created && slot.is_unset && tensor.numel() > 0 && !HP_FAULT("unset_saved")) keep_alive(slot, tensor, false);
     if (slot.swapped && is_from_python_function(tensor)) keep_instead_of_swap(slot, tensor);

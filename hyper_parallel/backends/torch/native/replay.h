@@ -89,6 +89,13 @@ class Replay {
     int last_read = kNone;  // the op that reads it last
     int first_read = kNone;  // the op that reads it first
     c10::Storage storage;
+    at::Tensor last;        // over the storage: what the op returned that made it, or what was given to an op last
+    int last_view = kNone;  // the view that `last` is, where that is known
+
+    void drop() {
+      storage = c10::Storage();
+      last = at::Tensor();
+    }
   };
 
   // Puts generators back to where they were before the replay, however it ends.
@@ -199,12 +206,16 @@ class Replay {
     Chain& chain = chain_of(ref.slot, ref.version);
     start(chain, ref.slot, ref.version);
     TORCH_INTERNAL_ASSERT(chain.storage, "what an op reads was made before it");
-    return ref.view.over(chain.storage);
+    const View& view = tape_.views_[ref.view];
+    const bool is_same = chain.last.defined() && (chain.last_view == kNone ? view.is_of(chain.last) : chain.last_view == ref.view);
+    if (!is_same) chain.last = view.over(chain.storage);
+    chain.last_view = ref.view;
+    return chain.last;
   }
 
   void run_op(const Op& op, int at, Restorer& restorer) {
-    torch::jit::Stack stack;
-    stack.reserve(op.argument_count);
+    torch::jit::Stack& stack = stack_;
+    stack.clear();
     for (int argument = 0; argument < op.argument_count; ++argument) {
       stack.push_back(value_of(tape_.arguments_[op.first_argument + argument]));
     }
@@ -223,15 +234,19 @@ class Replay {
         Chain& chain = has_kept ? lower_[index] : upper_[index];
         if (chain.wanted == kNone) return;
         TORCH_CHECK(
-            tensor.storage().nbytes() == tape_.slots_[index].nbytes,
+            tensor.unsafeGetTensorImpl()->unsafe_storage().nbytes() == tape_.slots_[index].nbytes,
             tape_.where_ + ": " + op.handle.operator_name().name + " made " + std::to_string(tensor.storage().nbytes()) +
                 " bytes in its replay and " + std::to_string(tape_.slots_[index].nbytes) + " in forward");
         chain.storage = tensor.storage();
+        chain.last = tensor;
+        chain.last_view = kNone;
         if (look_) show(index, 0, chain);
       });
     }
-    if (look_) {
-      for (const auto& [slot, version] : op.written) show(slot, version, chain_of(slot, version));
+    for (const auto& [slot, version] : op.written) {
+      Chain& chain = chain_of(slot, version);
+      chain.last = chain_of(slot, version - 1).last = at::Tensor();  // an op may give other sizes to what it writes
+      if (look_) show(slot, version, chain);
     }
     stack.clear();
     for (int argument = 0; argument < op.argument_count; ++argument) {
@@ -240,7 +255,7 @@ class Replay {
         const Ref& read = tape_.refs_[ref];
         if (read.slot == kNone) continue;
         Chain& chain = chain_of(read.slot, read.version);
-        if (HP_FAULT("last_use_early") || (chain.last_read == at && !HP_FAULT("last_use_never"))) chain.storage = c10::Storage();
+        if (HP_FAULT("last_use_early") || (chain.last_read == at && !HP_FAULT("last_use_never"))) chain.drop();
       }
     }
   }
@@ -249,7 +264,7 @@ class Replay {
     auto wanted = seen_at_.find(slot);
     if (wanted == seen_at_.end() || wanted->second != version || !chain.storage) return;
     look_(slot, chain.storage);
-    if (chain.last_read == kNone) chain.storage = c10::Storage();
+    if (chain.last_read == kNone) chain.drop();
   }
 
   c10::IValue value_of(const Argument& argument) {
@@ -278,6 +293,7 @@ class Replay {
   std::vector<Chain> upper_;
   std::vector<Chain> lower_;
   std::vector<bool> is_needed_;
+  torch::jit::Stack stack_;  // of the op that runs
   Look look_;
   std::unordered_map<int, int> seen_at_;  // by slot: the version that is looked at
 };

@@ -232,13 +232,17 @@ class ContextBytes {
 };
 
 inline const std::shared_ptr<const Settings>& Settings::now() {
-  thread_local ContextBytes bytes;
-  thread_local std::shared_ptr<const Settings> last;
-  if (last != nullptr && bytes.are_those_of_now()) return last;
-  bytes.take();
+  struct Seen {
+    ContextBytes bytes;
+    std::shared_ptr<const Settings> last;
+  };
+  thread_local Seen seen;
+  Seen& here = seen;  // of this thread, looked up once
+  if (here.last != nullptr && here.bytes.are_those_of_now()) return here.last;
+  here.bytes.take();
   auto read = std::make_shared<const Settings>(Settings::read());
-  if (last == nullptr || !(*last == *read)) last = std::move(read);
-  return last;
+  if (here.last == nullptr || !(*here.last == *read)) here.last = std::move(read);
+  return here.last;
 }
 
 }  // namespace hyper_parallel

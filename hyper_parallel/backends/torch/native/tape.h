@@ -40,6 +40,7 @@
 #include "op_facts.h"
 #include "python_ref.h"
 #include "settings.h"
+#include "storage_table.h"
 
 namespace hyper_parallel {
 
@@ -55,6 +56,8 @@ struct View {
   bool is_wrapped_number = false;
 
   static View of(const at::Tensor& tensor);
+  void take(const at::Tensor& tensor);
+  bool is_of(const at::Tensor& tensor) const;
   at::Tensor over(c10::Storage storage) const;
   at::Tensor bits(c10::Storage storage) const;  // the same elements as integers: two bit patterns can be compared
   bool operator==(const View& other) const;
@@ -64,7 +67,7 @@ struct Ref {
   int slot = kNone;
   int version = 0;
   int held = kNone;  // which tensor of an outside slot
-  View view;
+  int view = kNone;  // in Tape::views
 };
 
 struct Argument {
@@ -93,7 +96,7 @@ struct Op {
 
 // A tensor of an outside slot, as long as the tape may need it.
 struct Held {
-  View view;
+  int view = kNone;     // in Tape::views
   at::Tensor alias;     // detached, with the same version counter; the tensor itself must not be referred to (`swap_tensors`)
   torch::autograd::Edge history;  // while the region runs: the hooks around it are shown a tensor with this graph
   PythonRef packed;     // what the hooks around the region made of it; then there is no alias
@@ -131,13 +134,14 @@ struct Slot {
   int served_in = -1;     // the backward in which `served` handles got their value
   int served = 0;
   size_t origin = 0;      // which op made it, for the sequence's hash
+  int last_view = kNone;  // the view through which it was seen last; most tensors are seen through one
 };
 
 struct Handle {
   int slot = kNone;
   int version = 0;  // of the slot
   int held = kNone;
-  View view;
+  int view = kNone;  // in Tape::views; none where `slot` is none
   at::Tensor kept;  // the value itself: on probation, or where it cannot be remade
   c10::VariableVersion counter{c10::VariableVersion::DISABLED};
   int64_t saved_version = -1;
@@ -146,29 +150,63 @@ struct Handle {
   bool is_alive = true;
 };
 
-// How many entries the tables of a tape have.
-struct Sizes {
-  size_t ops = 0;
-  size_t arguments = 0;
-  size_t refs = 0;
-  size_t slots = 0;
-  size_t handles = 0;
+// The tables of a tape.
+struct Tables {
+  std::vector<Op> ops;
+  std::vector<Argument> arguments;
+  std::vector<Ref> refs;
+  std::vector<Slot> slots;
+  std::vector<Handle> handles;
+  std::vector<View> views;
+  StorageTable slot_by_storage;
+
+  void clear() {
+    ops.clear();
+    arguments.clear();
+    refs.clear();
+    slots.clear();
+    handles.clear();
+    views.clear();
+    slot_by_storage.clear();
+  }
+  size_t memory_bytes() const {
+    return bytes_of(ops) + bytes_of(arguments) + bytes_of(refs) + bytes_of(slots) + bytes_of(handles) + bytes_of(views) +
+        slot_by_storage.memory_bytes();
+  }
+
+ private:
+  template <typename T>
+  static size_t bytes_of(const std::vector<T>& table) {
+    return table.capacity() * sizeof(T);
+  }
 };
 
-// What is known of one region over all its calls: the op sequences that were once remade bit by bit, and how long tapes are.
+// What is known of one region over all its calls: the op sequences that were once remade bit by bit. It also keeps the empty
+// tables of tapes that are gone, for the next ones: tables that grow move everything, and memory that goes back to the system at
+// the end of every step costs a page fault for every page in the next one.
 struct RegionHistory {
   using Set = std::unordered_set<size_t>;
+  static constexpr size_t kMostSpareBytes = size_t{4} << 20;
   std::mutex mutex;
   std::shared_ptr<const Set> proven = std::make_shared<const Set>();
-  Sizes sizes;  // of the last tape: tables that grow move everything
+  std::vector<Tables> spare;
+  size_t spare_bytes = 0;
 
-  Sizes last_sizes() {
+  Tables take_tables() {
     std::lock_guard<std::mutex> lock(mutex);
-    return sizes;
+    if (spare.empty()) return Tables();
+    Tables tables = std::move(spare.back());
+    spare.pop_back();
+    spare_bytes -= tables.memory_bytes();
+    return tables;
   }
-  void remember_sizes(const Sizes& now) {
+  void give_back(Tables& tables) {
+    tables.clear();  // not under the lock: this may drop Python objects
     std::lock_guard<std::mutex> lock(mutex);
-    sizes = now;
+    const size_t bytes = tables.memory_bytes();
+    if (spare_bytes + bytes > kMostSpareBytes) return;
+    spare_bytes += bytes;
+    spare.push_back(std::move(tables));
   }
 
   std::shared_ptr<const Set> get() {
@@ -200,13 +238,14 @@ class Tape : public std::enable_shared_from_this<Tape> {
 
   // Recorder.
   struct Draft;  // one op, between its call and its return
-  bool begin(const c10::OperatorHandle& op, const OpFacts& facts, const torch::jit::Stack& stack, size_t count, Draft& draft);
-  void end(const c10::OperatorHandle& op, Draft& draft, const torch::jit::Stack& stack, size_t count);
+  bool begin(const c10::OperatorHandle& op, const OpFacts& facts, const torch::jit::Stack& stack, Draft& draft);
+  void end(const c10::OperatorHandle& op, Draft& draft, const torch::jit::Stack& stack);
   void stop(std::string reason);
 
   // Handles.
   int pack(const at::Tensor& tensor);
-  at::Tensor unpack(int handle);
+  // With `may_run` false: an undefined tensor where ops must run, a lock is taken or the region is open.
+  at::Tensor unpack(int handle, bool may_run);
   void release(int handle);
 
   // The beginning of forward: arguments that the hooks around the region shall see at once.
@@ -243,7 +282,8 @@ class Tape : public std::enable_shared_from_this<Tape> {
 
   bool refer(const at::Tensor& tensor, bool is_overwritten, Ref& ref);
   Fate fate_of(const c10::OperatorHandle& op, const torch::jit::Stack& stack, size_t first);
-  int find_or_hold(const at::Tensor& tensor, const View& view, int& held);
+  Ref find_or_hold(const at::Tensor& tensor);
+  int view_of(Slot& slot, const at::Tensor& tensor);
   bool swap_out(Slot& slot, const at::Tensor& tensor, bool can_be_remade);
   void swap_pending();
   void keep_instead_of_swap(Slot& slot, const at::Tensor& tensor);
@@ -257,6 +297,8 @@ class Tape : public std::enable_shared_from_this<Tape> {
   void remember_settings();
   void follow_writes(Handle& handle);
   void collect_dead();
+  void let_go(int handle);
+  bool is_there(const Handle& handle) const;
   at::Tensor held_value(Held& held);
   bool is_held(const Handle& handle) const;
   bool is_remade(const Handle& handle) const;
@@ -282,12 +324,15 @@ class Tape : public std::enable_shared_from_this<Tape> {
   std::recursive_mutex mutex_;
   std::mutex dead_mutex_;
   std::vector<int> dead_;
-  std::vector<Op> ops_;
-  std::vector<Argument> arguments_;
-  std::vector<Ref> refs_;
-  std::vector<Slot> slots_;
-  std::vector<Handle> handles_;
-  std::unordered_map<const c10::StorageImpl*, int> slot_by_storage_;
+  std::atomic<bool> has_dead_{false};
+  Tables tables_;
+  std::vector<Op>& ops_ = tables_.ops;
+  std::vector<Argument>& arguments_ = tables_.arguments;
+  std::vector<Ref>& refs_ = tables_.refs;
+  std::vector<Slot>& slots_ = tables_.slots;
+  std::vector<Handle>& handles_ = tables_.handles;
+  std::vector<View>& views_ = tables_.views;
+  StorageTable& slot_by_storage_ = tables_.slot_by_storage;
   std::shared_ptr<Fates> fates_;  // null: everything is recomputed
   Swaps swaps_;                   // null: nothing is swapped
   std::unordered_map<const Answers*, size_t> counts_;  // how often an op came, where its answers differ

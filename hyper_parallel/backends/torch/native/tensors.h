@@ -25,17 +25,26 @@ inline size_t mix(size_t seed, size_t value) {
 
 // -- Views ---------------------------------------------------------------------------------------------------------------
 
-inline View View::of(const at::Tensor& tensor) {
+inline c10::DispatchKeySet keys_of(const at::Tensor& tensor) {
+  auto keys = tensor.unsafeGetTensorImpl()->key_set();
+  if (HP_FAULT("conjugate_bit")) keys = keys.remove(c10::DispatchKey::Conjugate);
+  if (HP_FAULT("negative_bit")) keys = keys.remove(c10::DispatchKey::Negative);
+  return keys;
+}
+
+inline void View::take(const at::Tensor& tensor) {
   const auto* impl = tensor.unsafeGetTensorImpl();
+  sizes.assign(impl->sizes().begin(), impl->sizes().end());
+  strides.assign(impl->strides().begin(), impl->strides().end());
+  offset = impl->storage_offset();
+  dtype = impl->dtype();
+  keys = keys_of(tensor);
+  is_wrapped_number = impl->is_wrapped_number();
+}
+
+inline View View::of(const at::Tensor& tensor) {
   View view;
-  view.sizes.assign(impl->sizes().begin(), impl->sizes().end());
-  view.strides.assign(impl->strides().begin(), impl->strides().end());
-  view.offset = impl->storage_offset();
-  view.dtype = impl->dtype();
-  view.keys = impl->key_set();
-  if (HP_FAULT("conjugate_bit")) view.keys = view.keys.remove(c10::DispatchKey::Conjugate);
-  if (HP_FAULT("negative_bit")) view.keys = view.keys.remove(c10::DispatchKey::Negative);
-  view.is_wrapped_number = impl->is_wrapped_number();
+  view.take(tensor);
   return view;
 }
 
@@ -62,6 +71,14 @@ inline at::Tensor View::bits(c10::Storage storage) const {
       itemsize == 1 ? at::kByte : itemsize == 2 ? at::kShort : itemsize == 4 ? at::kInt : at::kLong);
   raw.is_wrapped_number = false;
   return raw.over(std::move(storage));
+}
+
+// The same as `*this == View::of(tensor)`, without making one.
+inline bool View::is_of(const at::Tensor& tensor) const {
+  const auto* impl = tensor.unsafeGetTensorImpl();
+  return offset == impl->storage_offset() && dtype == impl->dtype() && keys == keys_of(tensor) &&
+      c10::IntArrayRef(sizes) == impl->sizes() && c10::IntArrayRef(strides) == impl->strides() &&
+      is_wrapped_number == impl->is_wrapped_number();
 }
 
 inline bool View::operator==(const View& other) const {
