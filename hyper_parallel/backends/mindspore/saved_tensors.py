@@ -14,9 +14,11 @@ import mindspore
 from hyper_parallel.backends.mindspore.graph import refuse_second_order, remember_second_order
 from hyper_parallel.backends.mindspore.storages import storage_key
 from hyper_parallel.backends.mindspore.tensor_adapter import TENSORS
+from hyper_parallel.core.activation_checkpoint.engine import Engine
 from hyper_parallel.core.activation_checkpoint.packed import Packed
 from hyper_parallel.core.activation_checkpoint.packer import Packer, SwapHooks
 from hyper_parallel.core.activation_checkpoint.policy import TensorPolicy
+from hyper_parallel.core.activation_checkpoint.statistics import KeepReason
 
 __all__ = ["AsyncSaveOnCpu", "MindSporePacker", "TensorPolicy", "base_check_fn", "unpack"]
 
@@ -55,8 +57,10 @@ class MindSporePacker(Packer):
             self._parameter_keys.add(storage_key(tensor))
         return super().pack(tensor)
 
-    def _is_parameter(self, tensor: Any) -> bool:
-        return storage_key(tensor) in self._parameter_keys
+    def _decide(self, tensor: Any, nbytes: int, *, is_output: bool) -> Engine | str:
+        if nbytes and not is_output and tensor.size and storage_key(tensor) in self._parameter_keys:
+            return KeepReason.PARAMETER
+        return super()._decide(tensor, nbytes, is_output=is_output)
 
 
 class AsyncSaveOnCpu(SwapHooks, mindspore.saved_tensors_hooks):  # type: ignore[misc]
