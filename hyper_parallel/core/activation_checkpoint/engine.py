@@ -54,6 +54,7 @@ _DEFAULT_WINDOW_BYTES: Final = 512 * 2**20
 _REFUSED: Final = {Refusal.OVER_LIMIT: KeepReason.OVER_LIMIT, Refusal.NO_SPACE: KeepReason.NO_SPACE}
 
 _MOST_OPEN_TASKS: Final = 32
+_FEW_SHARED: Final = 64
 
 _MOST_BATCH_BYTES: Final = 16 * 2**20
 _BATCHES_IN_WINDOW: Final = 32  # at least: waiting for a batch must not hold much of what the window may hold
@@ -93,6 +94,7 @@ class Engine:
         self._batch_stream: Stream = None
         self.live: set[weakref.ref[Record]] = set()  # a record adds itself, and its destructor takes it out
         self._shared: dict[Hashable, weakref.ref[Record]] = {}  # the newest record by storage and version counter
+        self._most_shared = _FEW_SHARED  # with more, those of dead records are forgotten
         self._forecasts: dict[Hashable, Forecast] = {}
         self.ledger: deque[int] = deque()  # what changes the resident bytes without the lock
         self.resident_bytes = 0  # changed under the lock only
@@ -138,8 +140,9 @@ class Engine:
         with self._lock:
             self.resident_bytes += nbytes
             if source is not None:
-                if len(self._shared) > 64 + 2 * len(self.live):
+                if len(self._shared) > self._most_shared:
                     self._shared = {key: old for key, old in self._shared.items() if old() is not None}
+                    self._most_shared = _FEW_SHARED + 2 * len(self._shared)
                 self._shared[source.share_key] = record.reference
             if not stays:
                 self._queue(record, trims_window=not is_in_region)
@@ -395,7 +398,8 @@ class Engine:
                 self.counters.trace("miss", record)
             self._start_load(record)
         elif record.residency is Residency.H2D:
-            self.counters.add("prefetch_hits", 1)
+            with self.counters.lock:
+                self.counters.prefetch_hits += 1
         elif is_first_use and not record.has_far_copy:
             self.counters.keep(_why_it_stayed(record), record.nbytes)
         if record.residency is Residency.H2D:

@@ -168,7 +168,7 @@ class Packer:
 
     def _new_record(self, engine: Engine, tensor: Tensor, nbytes: int, source: Source, index: int) -> Record:
         tensors, manager, position = self.tensors, self._manager, self.position
-        group, marks = manager.current_group(), manager.marks
+        group, marks = manager.current_group() if manager.groups else None, manager.marks
         record = engine.admit(
             tensors.flat_bytes(tensor),
             nbytes,

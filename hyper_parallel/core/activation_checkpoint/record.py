@@ -328,7 +328,7 @@ class Record:
         try:
             if self.device_bytes is not None:
                 # Plain host memory is held by the copy itself, and has no stream-ordered pool to return to.
-                if not engine.backend.is_host_memory:
+                if not engine.backend.is_host_memory and not (self._is_ordered and self._foreign_streams is None):
                     try:  # noqa: SIM105  # a context manager costs more than all of this
                         self._order_owner()
                     except FarMemoryError:  # a failed copy of bytes that no graph needs any more

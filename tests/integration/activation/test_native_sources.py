@@ -115,6 +115,7 @@ def test_the_adapter_of_a_process_with_the_extension_is_native(extension: Any) -
     assert isinstance(tensors.source_of(grid(), False), extension.Source)
 
 
+@pytest.mark.filterwarnings("ignore:.*(prototype|quantiz)")  # what torch says of two kinds of tensors
 @pytest.mark.parametrize("name", [*PLAIN, *OTHERS])
 def test_every_answer_is_pythons(extension: Any, name: str) -> None:
     tensor, tensors = {**PLAIN, **OTHERS}[name](), fastest_adapter()

@@ -194,7 +194,8 @@ class Pool:
             same = self._in_flight_of_size.get(wanted_bytes)
             if not same:
                 return None
-            extent = next(iter(same))
+            for extent in same:  # noqa: B007  # the oldest; next(iter()) is two calls
+                break
             copy = extent.after
             if copy is not None and not copy.is_done():
                 if wanted_bytes <= self.arena.free_bytes or not self._is_orderable(extent, backend):
@@ -234,18 +235,22 @@ class Pool:
 
     def take_back(self, extent: HostExtent, after: Completion | None) -> None:
         """The lease is over; its space is free once its last copy is."""
-        last = extent.written if after is None else after
-        # Space that was borrowed and never written is still under the copies it was borrowed from.
-        copies = extent.free_after if last is None else (last,)
-        extent.free_after, extent.written = (), None
-        if not copies:
-            self._idle.setdefault(extent.nbytes, []).append(extent)
+        last, nbytes = extent.written if after is None else after, extent.nbytes
+        if last is None and extent.free_after:
+            # Space that was borrowed and never written is still under the copies it was borrowed from.
+            copies = extent.free_after
+            last = copies[0] if len(copies) == 1 else _AllOf(copies)
+        extent.after, extent.free_after, extent.written = last, (), None
+        if last is None:
+            self._idle.setdefault(nbytes, []).append(extent)
         else:
-            extent.after = copies[0] if len(copies) == 1 else _AllOf(copies)
             self._in_flight[extent] = None
-            self._of_size(extent.nbytes)[extent] = None
-            self.in_flight_bytes += extent.nbytes
-        self.used_bytes -= extent.nbytes
+            same = self._in_flight_of_size.get(nbytes)
+            if same is None:
+                same = self._new_size(nbytes)
+            same[extent] = None
+            self.in_flight_bytes += nbytes
+        self.used_bytes -= nbytes
 
     def _give_idle(self) -> None:
         """Return all space without a copy to the arena."""
@@ -304,13 +309,11 @@ class Pool:
         del self._in_flight_of_size[space.nbytes][space]
         self.in_flight_bytes -= space.nbytes
 
-    def _of_size(self, nbytes: int) -> collections.OrderedDict[HostExtent, None]:
-        """The spaces of one size that are under a copy. Sizes that are gone are forgotten now and then."""
-        same = self._in_flight_of_size.get(nbytes)
-        if same is None:
-            if len(self._in_flight_of_size) > _MOST_SIZES:
-                self._in_flight_of_size = {size: some for size, some in self._in_flight_of_size.items() if some}
-            same = self._in_flight_of_size[nbytes] = collections.OrderedDict()
+    def _new_size(self, nbytes: int) -> collections.OrderedDict[HostExtent, None]:
+        """Where the spaces of a size are kept while they are under a copy. Sizes that are gone are forgotten now and then."""
+        if len(self._in_flight_of_size) > _MOST_SIZES:
+            self._in_flight_of_size = {size: some for size, some in self._in_flight_of_size.items() if some}
+        same = self._in_flight_of_size[nbytes] = collections.OrderedDict()
         return same
 
     def _borrow(
@@ -341,7 +344,8 @@ class Pool:
     def _keep_rest(self, space: HostExtent, rest: tuple[SlabRange, ...]) -> None:
         """A part of the space was lent; the rest stays under its copy, and stays the oldest."""
         space.place(rest, sum([part.nbytes for part in rest]))
-        for spaces in (self._in_flight, self._of_size(space.nbytes)):
+        same = self._in_flight_of_size.get(space.nbytes)
+        for spaces in (self._in_flight, self._new_size(space.nbytes) if same is None else same):
             spaces[space] = None
             spaces.move_to_end(space, last=False)
         self.in_flight_bytes += space.nbytes
