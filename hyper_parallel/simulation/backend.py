@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -177,6 +177,11 @@ class SimulatedBackend(OneByOne):
         return isinstance(error, MemoryError)
 
     # ------------------------------------------------------------------ copies
+
+    def copy_all(self, copies: Sequence[tuple[FlatBytes, FlatBytes]], stream: Stream) -> None:
+        """Queue each of them."""
+        for destination, source in copies:
+            self.copy(destination, source, stream)
 
     def copy(self, destination: FlatBytes, source: FlatBytes, stream: Stream) -> None:
         """Queue a copy, after both of its sides are checked."""

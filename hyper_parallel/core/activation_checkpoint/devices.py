@@ -33,7 +33,7 @@ _MOST_LOOKS: Final = 3
 
 
 class OneByOne:
-    """A device that is asked for each buffer and each copy by itself: where several in one call save nothing."""
+    """A device that is asked for one buffer and one copy at a time: where several in one call save nothing."""
 
     def allocate_all(self: DeviceBackend, sizes: Sequence[int]) -> list[FlatBytes]:
         """As many of the buffers as the device has memory for, at least one."""

@@ -113,7 +113,7 @@ class Packer:
 
     def _fate_of(self, tensor: Tensor) -> Fate:
         """The policy's answer for this view. A mark overrules it. A storage that stays for one view stays for all."""
-        assert self._policy_fn is not None, "otherwise nobody is asked"
+        assert self._policy_fn is not None, "without a policy everything is swapped"
         key = self.tensors.storage_key(tensor)
         if key in self._manager.marks:
             return Fate.SWAP

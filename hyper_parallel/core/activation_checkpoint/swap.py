@@ -77,7 +77,7 @@ class SwapManager:
         self.backends = {}
         self.counters = Counters()
         self._engines = Engines(self.counters)
-        self.groups: dict[str, SwapGroup] = {}  # by name; empty where nobody uses groups
+        self.groups: dict[str, SwapGroup] = {}  # by name; most programs have none
         self._declared = DeclaredLayers(self.groups, self._group_or_new)
         self.marks = Marks()
         self.first_step = FirstStep()

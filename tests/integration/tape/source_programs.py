@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import hyper_parallel as hp
+from hyper_parallel.backends.torch import AsyncSaveOnCpu
 from hyper_parallel.errors import InPlaceChangeError
 from hyper_parallel.simulation.simulation import Simulation
 from hyper_parallel.testing import simulated_accelerator
@@ -51,23 +52,25 @@ def addresses_that_come_again() -> None:
     swapped(sines, prefetch_bytes=0)
 
 
-def what_a_replay_saves_stays() -> None:
-    """The outer region replays, and with it the swapped function inside."""
+def what_a_backward_saves_stays() -> None:
+    made: list[torch.Tensor] = []
 
-    def inner(x: torch.Tensor) -> torch.Tensor:
-        return x.sin().sin().sin()
+    def save(gradient: torch.Tensor) -> None:
+        with torch.enable_grad(), AsyncSaveOnCpu():
+            made.append(leaf().exp())
 
-    with simulated_accelerator(window_bytes=0, prefetch_bytes=0) as sim:
-        out = hp.checkpoint(lambda x: hp.swap(inner, x.sin()).sin(), leaf())
-        before = len(sim.events)
+    with simulated_accelerator(window_bytes=0) as sim:
+        out = leaf().sin()
+        out.register_hook(save)
         out.sum().backward()
-        assert [what for what, _ in sim.events[before:] if what == "offload"] == []
+        assert sim.swapped_bytes == 0
+        assert hp.stats().kept_count == {"in_backward": 1}
 
 
 def a_view_of_a_parameter_stays() -> None:
     weight = torch.nn.Parameter(torch.ones(32, 64))
     with simulated_accelerator(window_bytes=0) as sim:
-        hp.swap(lambda x: x @ weight.t(), torch.ones(4, 64)).sum().backward()
+        hp.swap(lambda x: x @ weight.t(), torch.ones(4, 64, requires_grad=True)).sum().backward()
     assert sim.swapped_bytes == 4 * 64 * 4, "the batch alone"
 
 
@@ -100,7 +103,7 @@ def a_view_that_is_saved_again_counts_with_its_source() -> None:
 SOURCE_PROGRAMS: dict[str, Callable[[], None]] = {
     "own_counters": pieces_that_change_one_after_the_other,
     "storage_watch": addresses_that_come_again,
-    "in_backward": what_a_replay_saves_stays,
+    "in_backward": what_a_backward_saves_stays,
     "saved_parameters": a_view_of_a_parameter_stays,
     "source_version": a_value_that_changed_since_its_save_raises,
     "source_counter": a_view_that_is_saved_again_counts_with_its_source,
