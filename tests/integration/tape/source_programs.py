@@ -64,7 +64,7 @@ def what_a_backward_saves_stays() -> None:
         out.register_hook(save)
         out.sum().backward()
         assert sim.swapped_bytes == 0
-        assert hp.stats().kept_count == {"in_backward": 1}
+        assert hp.stats().kept_count == {"saved_during_backward": 1}
 
 
 def a_view_of_a_parameter_stays() -> None:
