@@ -18,6 +18,8 @@ from hyper_parallel.core.activation_checkpoint.engine import Engine
 from hyper_parallel.core.activation_checkpoint.packed import Packed
 from hyper_parallel.core.activation_checkpoint.packer import Packer, SwapHooks
 from hyper_parallel.core.activation_checkpoint.policy import TensorPolicy
+from hyper_parallel.core.activation_checkpoint.record import Record
+from hyper_parallel.core.activation_checkpoint.source import Source
 from hyper_parallel.core.activation_checkpoint.statistics import KeepReason
 
 __all__ = ["AsyncSaveOnCpu", "MindSporePacker", "TensorPolicy", "base_check_fn", "unpack"]
@@ -61,6 +63,17 @@ class MindSporePacker(Packer):
         if nbytes and not is_output and tensor.size and storage_key(tensor) in self._parameter_keys:
             return KeepReason.PARAMETER
         return super()._decide(tensor, nbytes, is_output=is_output)
+
+    def _new_record(self, engine: Engine, tensor: Any, nbytes: int, source: Source, index: int) -> Record:
+        """See the base class. The record's own bytes hold the storage, and MindSpore tells when they are dropped."""
+        record = super()._new_record(engine, tensor, nbytes, source, index)
+        device_bytes = record.device_bytes
+        source.is_alive = _never if device_bytes is None else TENSORS.storage_watch(tensor, device_bytes)
+        return record
+
+
+def _never() -> bool:
+    return False
 
 
 class AsyncSaveOnCpu(SwapHooks, mindspore.saved_tensors_hooks):  # type: ignore[misc]
