@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 import hyper_parallel as hp
-from hyper_parallel.backends.torch import AsyncSaveOnCpu
+from hyper_parallel.backends.torch import AsyncSaveOnCpu, native
 from hyper_parallel.backends.torch.devices import hide_from_modes, host_view
 from hyper_parallel.core.activation_checkpoint.devices import simulated_key
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
@@ -47,7 +47,7 @@ COUNTS = (25, 100, 400, 1600)
 _WINDOW = 128  # tensors; by a 32nd of it copies out are launched together
 _PREFETCH = 64  # tensors; by a 16th of it loads are launched together
 _SLICE = 25  # tensors
-_NOTHING = contextlib.nullcontext()
+_CPU = torch.device("cpu")
 
 
 class NoOpDevice:
@@ -63,6 +63,7 @@ class NoOpDevice:
 
     def __init__(self) -> None:
         self.calls: collections.Counter[str] = collections.Counter()
+        self._extension: Any = native.load()
         self._streams = 0
         self._events = self._events_before = self._events_done = 0
 
@@ -109,6 +110,14 @@ class NoOpDevice:
         with torch._C._DisableTorchDispatch():
             return torch.empty(nbytes, dtype=torch.uint8)
 
+    def allocate_all(self, sizes: list[int]) -> list[torch.Tensor]:
+        """Host bytes, taken as a real device's are."""
+        if self._extension is None:
+            return [self.allocate(nbytes) for nbytes in sizes]
+        self.calls["allocate"] += len(sizes)
+        made: list[torch.Tensor] = self._extension.allocate_all(sizes, _CPU)
+        return made
+
     def allocate_host(self, nbytes: int, *, pinned: bool) -> torch.Tensor:
         """Host bytes."""
         self.calls["allocate_host"] += 1
@@ -125,14 +134,14 @@ class NoOpDevice:
         """Never."""
         return False
 
-    def on_stream(self, stream: int) -> contextlib.AbstractContextManager[None]:
-        """Counted, because a real device switches streams here."""
-        self.calls["stream switch"] += 1
-        return _NOTHING
-
     def copy(self, destination: torch.Tensor, source: torch.Tensor, stream: int) -> None:
         """No byte is moved: the gradients of a step on this device are wrong."""
-        self.calls["copy"] += 1
+        self.copy_all([(destination, source)], stream)
+
+    def copy_all(self, copies: list[tuple[torch.Tensor, torch.Tensor]], stream: int) -> None:
+        """The same; counted with a switch of streams, which a real device makes here."""
+        self.calls["stream switch"] += 1
+        self.calls["copy"] += len(copies)
 
 
 @contextlib.contextmanager

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from hyper_parallel.core.activation_checkpoint.adapter import FlatBytes, Stream
-from hyper_parallel.core.activation_checkpoint.devices import simulated_key
+from hyper_parallel.core.activation_checkpoint.devices import OneByOne, simulated_key
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.simulation.simulation import Simulation
 from hyper_parallel.simulation.streams import SimulatedEvent, SimulatedStream, SimulationError
@@ -84,7 +84,7 @@ class SimulatedMemory(Protocol):
         """A context around the queueing of a copy."""
 
 
-class SimulatedBackend:
+class SimulatedBackend(OneByOne):
     """A :class:`DeviceBackend`; every method lets simulated time pass."""
 
     is_host_memory = False
@@ -178,9 +178,10 @@ class SimulatedBackend:
 
     # ------------------------------------------------------------------ copies
 
-    def on_stream(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Nothing: no switch is simulated."""
-        return contextlib.nullcontext()
+    def copy_all(self, copies: Sequence[tuple[FlatBytes, FlatBytes]], stream: Stream) -> None:
+        """Queue each of them."""
+        for destination, source in copies:
+            self.copy(destination, source, stream)
 
     def copy(self, destination: FlatBytes, source: FlatBytes, stream: Stream) -> None:
         """Queue a copy, after both of its sides are checked."""

@@ -384,18 +384,19 @@ def slow_copies(seed):
     """Every copy of the engine starts late, by a random number of cycles of its own stream."""
     from hyper_parallel.backends.torch.devices import AcceleratorBackend
 
-    plain, dice = AcceleratorBackend.copy, random.Random(seed)
+    plain, dice = AcceleratorBackend.copy_all, random.Random(seed)
 
-    def copy(self, destination, source, stream):
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(dice.choice((0, 1, 20_000, 500_000)))
-        plain(self, destination, source, stream)
+    def copy_all(self, copies, stream):
+        for one in copies:
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(dice.choice((0, 1, 20_000, 500_000)))
+            plain(self, [one], stream)
 
-    AcceleratorBackend.copy = copy
+    AcceleratorBackend.copy_all = copy_all
     try:
         yield
     finally:
-        AcceleratorBackend.copy = plain
+        AcceleratorBackend.copy_all = plain
 
 
 def forget_last_error(device):

@@ -392,11 +392,11 @@ def _without_waiting_for_loads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _without_ordering_the_owner(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Record, "_order_owner", lambda self: None)
+    monkeypatch.setattr(Record, "_order_owner", lambda self, current=None: None)
 
 
 def _without_the_version_check_of_swapped_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SwappedValue, "_check_unchanged", lambda self: None)
+    monkeypatch.setattr(SwappedValue, "_raise_changed", lambda self: None)
 
 
 def _without_the_version_check_of_kept_values(monkeypatch: pytest.MonkeyPatch) -> None:

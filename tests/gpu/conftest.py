@@ -81,16 +81,17 @@ def late_copies(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest)
     if not torch.cuda.is_available():
         return
     lags = random.Random(request.node.name)
-    copy = AcceleratorBackend.copy
+    copy_all = AcceleratorBackend.copy_all
 
-    def late_copy(self: AcceleratorBackend, destination: Any, source: Any, stream: Any) -> None:
-        cycles = lags.choice(COPY_LAGS_CYCLES)
-        if cycles:
-            with torch.cuda.stream(stream):
-                torch.cuda._sleep(cycles)
-        copy(self, destination, source, stream)
+    def late_copies(self: AcceleratorBackend, copies: Any, stream: Any) -> None:
+        for copy in copies:
+            cycles = lags.choice(COPY_LAGS_CYCLES)
+            if cycles:
+                with torch.cuda.stream(stream):
+                    torch.cuda._sleep(cycles)
+            copy_all(self, [copy], stream)
 
-    monkeypatch.setattr(AcceleratorBackend, "copy", late_copy)
+    monkeypatch.setattr(AcceleratorBackend, "copy_all", late_copies)
 
 
 @pytest.fixture

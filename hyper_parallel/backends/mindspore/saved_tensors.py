@@ -14,9 +14,13 @@ import mindspore
 from hyper_parallel.backends.mindspore.graph import refuse_second_order, remember_second_order
 from hyper_parallel.backends.mindspore.storages import storage_key
 from hyper_parallel.backends.mindspore.tensor_adapter import TENSORS
+from hyper_parallel.core.activation_checkpoint.engine import Engine
 from hyper_parallel.core.activation_checkpoint.packed import Packed
 from hyper_parallel.core.activation_checkpoint.packer import Packer, SwapHooks
 from hyper_parallel.core.activation_checkpoint.policy import TensorPolicy
+from hyper_parallel.core.activation_checkpoint.record import Record
+from hyper_parallel.core.activation_checkpoint.source import Source
+from hyper_parallel.core.activation_checkpoint.statistics import KeepReason
 
 __all__ = ["AsyncSaveOnCpu", "MindSporePacker", "TensorPolicy", "base_check_fn", "unpack"]
 
@@ -55,8 +59,21 @@ class MindSporePacker(Packer):
             self._parameter_keys.add(storage_key(tensor))
         return super().pack(tensor)
 
-    def _is_parameter(self, tensor: Any) -> bool:
-        return storage_key(tensor) in self._parameter_keys
+    def _decide(self, tensor: Any, nbytes: int, *, is_output: bool) -> Engine | str:
+        if nbytes and not is_output and tensor.size and storage_key(tensor) in self._parameter_keys:
+            return KeepReason.PARAMETER
+        return super()._decide(tensor, nbytes, is_output=is_output)
+
+    def _new_record(self, engine: Engine, tensor: Any, nbytes: int, source: Source, index: int) -> Record:
+        """See the base class. The record's own bytes hold the storage, and MindSpore tells when they are dropped."""
+        record = super()._new_record(engine, tensor, nbytes, source, index)
+        device_bytes = record.device_bytes
+        source.is_alive = _never if device_bytes is None else TENSORS.storage_watch(tensor, device_bytes)
+        return record
+
+
+def _never() -> bool:
+    return False
 
 
 class AsyncSaveOnCpu(SwapHooks, mindspore.saved_tensors_hooks):  # type: ignore[misc]

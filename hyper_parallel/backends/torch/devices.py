@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import weakref
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 
+from hyper_parallel.backends.torch import native
 from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.adapter import DeviceBackend, FlatBytes, Stream
 from hyper_parallel.core.activation_checkpoint.devices import HostDevice, StreamDevice, find_backend, host_refused
@@ -75,6 +77,7 @@ class AcceleratorBackend(StreamDevice):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._module: Any = torch.get_device_module(device)  # torch.cuda | torch.npu | torch.xpu
+        self._extension: Any = native.load()  # the module, or None
         self._streams: dict[Any, Stream] = {}  # by the driver's own number of the stream; a process has few streams
         super().__init__(str(device), self._module.Event, reuses_events=device.type == "cuda")
 
@@ -98,6 +101,13 @@ class AcceleratorBackend(StreamDevice):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         with torch._C._DisableTorchDispatch():
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def allocate_all(self, sizes: Sequence[int]) -> list[FlatBytes]:
+        """Bytes of torch's caching allocator, as many of the buffers as it has memory for."""
+        if self._extension is None:
+            return super().allocate_all(sizes)
+        made: list[FlatBytes] = self._extension.allocate_all(sizes, self.device)
+        return made
 
     def held_bytes(self) -> int | None:
         """What the caching allocator has given out. torch's public function builds a table first, at ten times the cost."""
@@ -127,14 +137,27 @@ class AcceleratorBackend(StreamDevice):
 
     def copy(self, destination: FlatBytes, source: FlatBytes, stream: Stream) -> None:
         """Queue the copy on ``stream``. The record that moves its bytes has entered ``unseen()``."""
+        self.copy_all(((destination, source),), stream)
+
+    def copy_all(self, copies: Sequence[tuple[FlatBytes, FlatBytes]], stream: Stream) -> None:
+        """Queue the copies on ``stream``, behind one switch of streams. A profiler that runs is shown each of them."""
         if torch._C._autograd._profiler_enabled():
-            with profiler_range(goes_out=destination.device.type == "cpu"), self.on_stream(stream):
-                destination.copy_(source, non_blocking=True)
+            with self.on_stream(stream):
+                for destination, source in copies:
+                    with profiler_range(goes_out=destination.device.type == "cpu"):
+                        destination.copy_(source, non_blocking=True)
         elif self.device.type == "cuda" and self._is_current(stream):
-            destination.copy_(source, non_blocking=True)
+            self._queue(copies)
         else:
             with self.on_stream(stream):
-                destination.copy_(source, non_blocking=True)
+                self._queue(copies)
+
+    def _queue(self, copies: Sequence[tuple[FlatBytes, FlatBytes]]) -> None:
+        if self._extension is not None:
+            self._extension.copy_all(copies)
+            return
+        for destination, source in copies:
+            destination.copy_(source, non_blocking=True)
 
     def _is_current(self, stream: Stream) -> bool:
         """Whether a kernel that is launched now goes to ``stream`` of this CUDA device."""

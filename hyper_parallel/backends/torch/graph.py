@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hyper_parallel.backends.torch import native
 from hyper_parallel.core.activation_checkpoint.forecast import Reach
 
 __all__ = ["GraphTask", "current_task", "is_in_backward", "next_sequence"]
@@ -39,10 +40,14 @@ class GraphTask:
         node: Any = torch._C._current_autograd_node()  # torch.autograd.graph.Node | None
         if node is None:
             return lambda _first, _last: False
-        numbers = _reachable_numbers(node)
+        extension = native.load()
+        numbers = _reachable_numbers(node) if extension is None else extension.reachable_numbers()
         numbers.sort()
+        known = set(numbers)
 
         def reaches(first: int, last: int) -> bool:
+            if first == last:
+                return first in known
             at = bisect.bisect_left(numbers, first)
             return at < len(numbers) and numbers[at] <= last
 

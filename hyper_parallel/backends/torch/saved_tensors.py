@@ -12,7 +12,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from hyper_parallel.backends.torch.storages import NO_STORAGE_ERRORS, alias, is_below_counter
-from hyper_parallel.backends.torch.tensor_adapter import TENSORS
+from hyper_parallel.backends.torch.tensor_adapter import fastest_adapter
+from hyper_parallel.core.activation_checkpoint.engine import Engine
 from hyper_parallel.core.activation_checkpoint.packed import KeptValue, Packed
 from hyper_parallel.core.activation_checkpoint.packer import Packer, SwapHooks
 from hyper_parallel.core.activation_checkpoint.policy import TensorPolicy
@@ -45,9 +46,19 @@ def unpack(packed: Packed) -> torch.Tensor:
 class TorchPacker(Packer):
     """A packer that keeps small tensors, where no policy wants to be asked, before anything else is looked at."""
 
-    tensors = TENSORS
     _small_bytes = 0
     _small_count = 0
+
+    def __init__(self, policy_fn: TensorPolicy | None = None, **settings: Any) -> None:
+        self.tensors = fastest_adapter()
+        super().__init__(policy_fn, **settings)
+
+    def engine_of(self, tensor: torch.Tensor) -> Engine | None:
+        """See the base class."""
+        try:
+            return self._engines[tensor.device]
+        except KeyError:
+            return super().engine_of(tensor)
 
     def flush(self) -> None:
         """See the base class."""
@@ -61,7 +72,7 @@ class TorchPacker(Packer):
         if tensor.__class__ is not torch.Tensor:
             return super().pack(tensor)
         try:
-            nbytes = tensor.untyped_storage().nbytes()
+            nbytes = self.tensors.storage_bytes(tensor)
         except NO_STORAGE_ERRORS:
             return super().pack(tensor)
         if nbytes < self._min_bytes and self._policy_fn is None:

@@ -31,9 +31,13 @@ from torch.autograd.function import FunctionMeta
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hyper_parallel.core.activation_checkpoint.adapter import FlatBytes, instances_in
+from hyper_parallel.core.activation_checkpoint.source import Source
 
 __all__ = [
+    "LONGEST_CHAIN",
     "NO_STORAGE_ERRORS",
+    "PASS_THROUGH",
+    "TorchSource",
     "ViewSpec",
     "alias",
     "bytes_of",
@@ -58,11 +62,11 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _ADINPLACE = torch._C.DispatchKey.ADInplaceOrView
 NO_STORAGE_ERRORS: Final = (NotImplementedError, RuntimeError)
 """What torch raises where a tensor has no storage of its own: subclasses, sparse and functional tensors."""
-_PASS_THROUGH = frozenset(
+PASS_THROUGH = frozenset(
     {"TBackward0", "ToCopyBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0",
      "ReshapeAliasBackward0", "AliasBackward0", "SelectBackward0", "SliceBackward0", "UnsqueezeBackward0", "ExpandBackward0"}
 )  # fmt: skip
-_LONGEST_CHAIN = 6
+LONGEST_CHAIN = 6
 _NOT_A_CAST: set[type] = set()
 """Classes of torch's own nodes that neither hold a variable nor pass one through. A node of a custom Function may do so."""
 
@@ -210,6 +214,16 @@ class ViewSpec:
         return view.set_(device_bytes.untyped_storage(), self.offset, self.size, self.stride)
 
 
+class TorchSource(Source):
+    """A source whose view can count its changes with the saved tensor."""
+
+    __slots__ = ()
+
+    def share_counter(self, view: torch.Tensor) -> torch.Tensor:
+        """The same bytes as ``view``, with the version counter of the saved tensor."""
+        return with_counter_of(self.token, view)  # type: ignore[arg-type]  # a tensor here
+
+
 def is_parameter_derived(tensor: torch.Tensor) -> bool:
     """A parameter, a view of one, or a cast of one (autocast's copy): it stays anyway, so swapping it frees nothing."""
     if tensor.__class__ is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
@@ -218,14 +232,14 @@ def is_parameter_derived(tensor: torch.Tensor) -> bool:
     if base is not None and isinstance(base, torch.nn.Parameter):
         return True
     node: Any = tensor.grad_fn  # torch.autograd.graph.Node
-    for _ in range(_LONGEST_CHAIN):
+    for _ in range(LONGEST_CHAIN):
         if node is None or node.__class__ in _NOT_A_CAST:
             return False
         variable = getattr(node, "variable", None)
         if variable is not None:
             return isinstance(variable, torch.nn.Parameter)
         # The type is asked: the context of a custom Function is its node, and may have a ``name`` of its own.
-        if type(node).name(node) not in _PASS_THROUGH:
+        if type(node).name(node) not in PASS_THROUGH:
             if not isinstance(type(node), FunctionMeta):
                 _NOT_A_CAST.add(type(node))
             return False

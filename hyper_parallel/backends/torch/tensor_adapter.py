@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Final
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from hyper_parallel.backends.torch import graph, storages
+from hyper_parallel.backends.torch import graph, native, storages
 from hyper_parallel.backends.torch.devices import allocator_retries, backend_for, device_peak_bytes, refuse_capture
 from hyper_parallel.backends.torch.op_registry import check_op_names
 from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.adapter import DeviceBackend, FlatBytes, TensorAdapter, View
 from hyper_parallel.core.activation_checkpoint.packed import Scope, raise_changed
 from hyper_parallel.core.activation_checkpoint.record import Position
+from hyper_parallel.core.activation_checkpoint.source import Source
 from hyper_parallel.core.activation_checkpoint.statistics import KeepReason
 
-__all__ = ["TENSORS", "TorchTensorAdapter"]
+__all__ = ["TENSORS", "TorchTensorAdapter", "fastest_adapter"]
+
+_current_graph_task_id = torch._C._current_graph_task_id
 
 
 class TorchTensorAdapter(TensorAdapter):
     """See :class:`TensorAdapter`."""
+
+    _task: graph.GraphTask | None = None  # the last one: every value of one backward asks for the same
 
     def is_tensor(self, value: Any) -> bool:
         """See the base class."""
@@ -114,8 +120,18 @@ class TorchTensorAdapter(TensorAdapter):
         with torch.inference_mode(False), storages.unseen():
             return tensor.clone()
 
+    def source_of(self, tensor: torch.Tensor, is_below_autograd: bool) -> Source:
+        """See the base class."""
+        return storages.TorchSource(
+            storages.ViewSpec(tensor),
+            storages.version_token(tensor, is_below_autograd=is_below_autograd),
+            storage_key=tensor.untyped_storage()._cdata,
+            share_key=storages.share_key(tensor),
+            is_alive=storages.storage_watch(tensor.untyped_storage()),
+        )
+
     def view_for_backward(
-        self, view: View, device_bytes: FlatBytes, scope: Scope, token: Any, source_key: int | None
+        self, source: Source, device_bytes: FlatBytes, scope: Scope, *, counts_changes: bool
     ) -> torch.Tensor:
         """See the base class. The exception "views that are handed out": one view object for each set of bytes.
 
@@ -123,23 +139,28 @@ class TorchTensorAdapter(TensorAdapter):
         gradient, ``AccumulateGrad`` would take it over, and every later change of ``.grad`` would change the saved bytes.
         """
         views: dict[Any, tuple[torch.Tensor, int]] = device_bytes.__dict__.setdefault("handed_out", {})
-        counts_with_source = token is not None and device_bytes.untyped_storage()._cdata == source_key
         if views:
             for known, version in tuple(views.values()):  # another thread may add to them
                 if known._version != version:
                     raise_changed(scope, shape=known.shape, dtype=known.dtype, version=version, now=known._version)
-            found = views.get((view, counts_with_source))
+            found = views.get((source, counts_changes))
             if found is not None:
                 return found[0]
-        made: torch.Tensor = view.over(device_bytes)
-        if counts_with_source:
-            made = storages.with_counter_of(token, made)
-        views[view, counts_with_source] = made, made._version
+        made: torch.Tensor = source.over(device_bytes)
+        if counts_changes:
+            made = source.share_counter(made)  # type: ignore[attr-defined]  # of a TorchSource, or of the native class
+        views[source, counts_changes] = made, made._version
         return made
 
     def current_task(self, position: Position) -> graph.GraphTask | None:
         """See the base class."""
-        return graph.current_task()
+        key = _current_graph_task_id()
+        if key == -1:
+            return None
+        task = self._task
+        if task is None or task.key != key:
+            task = self._task = graph.GraphTask(key)
+        return task
 
     is_in_backward = staticmethod(graph.is_in_backward)
     is_recording = staticmethod(torch.is_grad_enabled)
@@ -197,3 +218,22 @@ class TorchTensorAdapter(TensorAdapter):
 
 
 TENSORS: Final = TorchTensorAdapter()
+
+
+class _NativeAdapter(TorchTensorAdapter):
+    """The same answers. The native extension gives those that are asked for every tensor, and passes on what is not plain."""
+
+    def __init__(self, extension: Any) -> None:
+        extension.set_python_way(TENSORS, torch.nn.Parameter, KeepReason, storages.PASS_THROUGH, storages.LONGEST_CHAIN)
+        for name in ("storage_bytes", "why_kept", "source_of", "flat_bytes", "sequence_of_save"):
+            setattr(self, name, getattr(extension, name))
+
+
+@functools.cache
+def _native_adapter() -> TorchTensorAdapter:
+    return _NativeAdapter(native.load())
+
+
+def fastest_adapter() -> TorchTensorAdapter:
+    """The adapter with the native extension's answers, where there is one."""
+    return TENSORS if native.load() is None else _native_adapter()

@@ -20,10 +20,12 @@ from __future__ import annotations
 import abc
 import importlib
 import sys
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
+from hyper_parallel.core.activation_checkpoint.source import Source
+from hyper_parallel.core.activation_checkpoint.statistics import KeepReason
 from hyper_parallel.core.trees import tree_map
 
 if TYPE_CHECKING:
@@ -104,8 +106,11 @@ class DeviceBackend(Protocol):
         Raises ``MemoryError`` when the host refuses.
         """
 
-    def on_stream(self, stream: Stream) -> AbstractContextManager[Any]:
-        """A context for several calls of :meth:`copy` on ``stream``: where a switch of streams costs time, there is one."""
+    def allocate_all(self, sizes: Sequence[int]) -> list[FlatBytes]:
+        """Several buffers of :meth:`allocate`. The first ones where the device has no memory for all; raises where for none."""
+
+    def copy_all(self, copies: Sequence[tuple[FlatBytes, FlatBytes]], stream: Stream) -> None:
+        """Queue several copies of :meth:`copy` on one stream, (destination, source) each."""
 
     def copy(self, destination: FlatBytes, source: FlatBytes, stream: Stream) -> None:
         """Queue a copy of all bytes on ``stream``; between device and host, in either direction."""
@@ -291,6 +296,19 @@ class TensorAdapter(abc.ABC):
         """Whether a part of a storage was changed on a version counter of its own; False where a storage has one counter."""
         return False
 
+    def why_kept(self, tensor: Tensor, storage_bytes: int, is_output: bool) -> str | None:
+        """The :class:`KeepReason` of a tensor that stays whatever the policy and the settings say; None where it may move.
+
+        ``is_output``: an op's output that a policy moves. Otherwise autograd saves the tensor.
+        """
+        if storage_bytes == 0 or self.is_empty(tensor):
+            return KeepReason.EMPTY
+        if not is_output and self.is_parameter_derived(tensor):
+            return KeepReason.PARAMETER
+        if not self.is_copied_by_bytes(tensor) or self.is_changed_piece(tensor, storage_bytes):
+            return KeepReason.EXOTIC
+        return KeepReason.IN_BACKWARD if not is_output and self.is_in_backward() else None
+
     # ------------------------------------------------------------------ its version and its aliases
 
     @abc.abstractmethod
@@ -300,6 +318,16 @@ class TensorAdapter(abc.ABC):
     def share_key(self, tensor: Tensor) -> Hashable:
         """Names the storage together with the version counter that the tensor uses."""
         return self.storage_key(tensor)
+
+    def source_of(self, tensor: Tensor, is_below_autograd: bool) -> Source:
+        """What is kept of it while its bytes are away; ``is_below_autograd``: the caller runs below autograd's kernels."""
+        return Source(
+            self.view_of(tensor),
+            self.version_token(tensor, is_below_autograd=is_below_autograd),
+            storage_key=self.storage_key(tensor),
+            share_key=self.share_key(tensor),
+            is_alive=self.storage_watch(tensor, tensor),
+        )
 
     @abc.abstractmethod
     def alias(self, tensor: Tensor, *, is_below_autograd: bool = False) -> Tensor:
@@ -322,14 +350,14 @@ class TensorAdapter(abc.ABC):
         """The same tensor over bytes of its own, made where no graph and no dispatch mode sees it."""
 
     def view_for_backward(
-        self, view: View, device_bytes: FlatBytes, scope: Scope, token: Any, source_key: int | None
+        self, source: Source, device_bytes: FlatBytes, scope: Scope, *, counts_changes: bool
     ) -> Tensor:
         """The view that backward gets. A framework may have to hold what it hands out, and check it.
 
-        A backward that is recorded itself saves this view. Where its bytes are still those of the source, whose storage is
-        ``source_key``, the view must count the changes of the source, which ``token`` counts (None: they are no fault).
+        A backward that is recorded itself saves this view. With ``counts_changes`` the bytes are still those of the source, and
+        the view must count the changes of the source.
         """
-        return view.over(device_bytes)
+        return source.over(device_bytes)
 
     # ------------------------------------------------------------------ autograd
 

@@ -20,10 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hyper_parallel.core.activation_checkpoint.adapter import Completion, FlatBytes, Stream
-from hyper_parallel.core.activation_checkpoint.far.tier import Lease
+from hyper_parallel.core.activation_checkpoint.adapter import Completion, Stream
 from hyper_parallel.core.activation_checkpoint.record import Record
-from hyper_parallel.core.activation_checkpoint.residency import Move, next_residency
+from hyper_parallel.core.activation_checkpoint.residency import Move, illegal, row_of
 
 __all__ = ["load_together", "offload_together"]
 
@@ -31,18 +30,18 @@ __all__ = ["load_together", "offload_together"]
 def offload_together(records: Sequence[Record], lane: Stream) -> Completion:
     """Queue the copies out of records that have leases which move with others, and were saved on one stream."""
     engine, stream = records[0].engine, records[0].stream
-    pieces: list[tuple[Lease, FlatBytes]] = []
+    before, after = row_of(Move.START_OFFLOAD)
     for record in records:
-        target = next_residency(record.residency, Move.START_OFFLOAD)
-        assert record.lease is not None, "reserved before"
-        pieces.append((record.lease, record.device_bytes))
+        if record.residency is not before:
+            raise illegal(record.residency, Move.START_OFFLOAD)
+    pieces = [(record.lease, record.device_bytes) for record in records]
     try:
         with engine.backend.unseen():
             ready = engine.backend.record_event(stream)
             completion = engine.far.write_together(pieces, backend=engine.backend, stream=lane, ready=ready)
         for record in records:
             record.out = completion
-            record.residency = target
+            record.residency = after
     except BaseException:
         records[0].wait_for_lane(lane)
         raise
@@ -56,16 +55,12 @@ def load_together(records: Sequence[Record], lane: Stream) -> tuple[Sequence[Rec
     """
     engine = records[0].engine
     backend, owner = engine.backend, engine.backend.current_stream()
-    pieces: list[tuple[Lease, FlatBytes]] = []
+    before, after = row_of(Move.START_LOAD)
     for record in records:
-        target = next_residency(record.residency, Move.START_LOAD)
-        assert record.lease is not None, "a record in far memory has a lease"
-        try:
-            pieces.append((record.lease, engine.far.allocate(backend, record.lease)))
-        except Exception as error:
-            if not pieces or not backend.is_out_of_memory(error):
-                raise
-            break
+        if record.residency is not before:
+            raise illegal(record.residency, Move.START_LOAD)
+    buffers = backend.allocate_all([record.nbytes for record in records])
+    pieces = [(record.lease, buffer) for record, buffer in zip(records, buffers)]
     loaded = records[: len(pieces)]
     allocated = backend.record_event(owner)
     try:
@@ -74,8 +69,8 @@ def load_together(records: Sequence[Record], lane: Stream) -> tuple[Sequence[Rec
         for record, (_, buffer) in zip(loaded, pieces):
             record.back = completion
             record.receive(buffer, owner)
-            record.residency = target
-            engine.ledger.append(record.nbytes)
+            record.residency = after
+            engine.resident_bytes += record.nbytes
     except BaseException:
         records[0].wait_for_lane(lane)
         raise

@@ -6,19 +6,17 @@ See :class:`~hyper_parallel.core.activation_checkpoint.adapter.DeviceBackend` fo
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Final
 
 from hyper_parallel.config import SwapConfig
-from hyper_parallel.core.activation_checkpoint.adapter import DeviceBackend, Event, Stream
+from hyper_parallel.core.activation_checkpoint.adapter import DeviceBackend, Event, FlatBytes, Stream
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 
-__all__ = ["HostDevice", "StreamDevice", "find_backend", "host_refused", "simulated_key"]
+__all__ = ["HostDevice", "OneByOne", "StreamDevice", "find_backend", "host_refused", "simulated_key"]
 
 
 def _oldest(events: deque[Event]) -> tuple[Event, int]:
@@ -34,7 +32,28 @@ _MOST_KNOWN_EVENTS: Final = 4096
 _MOST_LOOKS: Final = 3
 
 
-class StreamDevice:
+class OneByOne:
+    """A device that is asked for one buffer and one copy at a time: where several in one call save nothing."""
+
+    def allocate_all(self: DeviceBackend, sizes: Sequence[int]) -> list[FlatBytes]:
+        """As many of the buffers as the device has memory for, at least one."""
+        made: list[FlatBytes] = []
+        for nbytes in sizes:
+            try:
+                made.append(self.allocate(nbytes))
+            except Exception as error:
+                if not made or not self.is_out_of_memory(error):
+                    raise
+                break
+        return made
+
+    def copy_all(self: DeviceBackend, copies: Sequence[tuple[FlatBytes, FlatBytes]], stream: Stream) -> None:
+        """Queue each copy."""
+        for destination, source in copies:
+            self.copy(destination, source, stream)
+
+
+class StreamDevice(OneByOne):
     """An accelerator with real streams and events. Those of torch and of MindSpore have the same methods."""
 
     is_host_memory = False
@@ -84,15 +103,11 @@ class StreamDevice:
         """Device time between two timing events."""
         return float(start.elapsed_time(end)) * 1e3
 
-    def on_stream(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Does nothing: each copy switches streams."""
-        return contextlib.nullcontext()
-
     def dropped(self, nbytes: int) -> None:
         """Nothing to do: the framework's pool of device memory reuses what it gets back."""
 
 
-class HostDevice:
+class HostDevice(OneByOne):
     """Host memory as the device: ops run in program order, so nothing needs an event and only files are asynchronous."""
 
     is_host_memory = True
@@ -123,10 +138,6 @@ class HostDevice:
     def elapsed_us(self, start: Event, end: Event) -> float:
         """Host time between two events."""
         return float(end - start) / 1e3
-
-    def on_stream(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Nothing: there is one stream."""
-        return contextlib.nullcontext()
 
     def held_bytes(self) -> int | None:
         """None: the process's resident bytes are not those of its tensors, and asking for them is slow."""

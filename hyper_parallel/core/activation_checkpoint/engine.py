@@ -33,7 +33,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import Final, Protocol, overload
+from typing import Final, Protocol
 
 from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.adapter import Completion, DeviceBackend, FlatBytes, Stream
@@ -43,6 +43,7 @@ from hyper_parallel.core.activation_checkpoint.far.tier import Refusal
 from hyper_parallel.core.activation_checkpoint.forecast import Forecast, Reach
 from hyper_parallel.core.activation_checkpoint.record import Lanes, Position, Record
 from hyper_parallel.core.activation_checkpoint.residency import Residency
+from hyper_parallel.core.activation_checkpoint.source import Source
 from hyper_parallel.core.activation_checkpoint.statistics import Counters, KeepReason
 from hyper_parallel.core.activation_checkpoint.timing import LinkClock
 
@@ -53,6 +54,7 @@ _DEFAULT_WINDOW_BYTES: Final = 512 * 2**20
 _REFUSED: Final = {Refusal.OVER_LIMIT: KeepReason.OVER_LIMIT, Refusal.NO_SPACE: KeepReason.NO_SPACE}
 
 _MOST_OPEN_TASKS: Final = 32
+_FEW_SHARED: Final = 64
 
 _MOST_BATCH_BYTES: Final = 16 * 2**20
 _BATCHES_IN_WINDOW: Final = 32  # at least: waiting for a batch must not hold much of what the window may hold
@@ -70,17 +72,6 @@ class BackwardTask(Protocol):
 
     def at_end(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when the run is over."""
-
-
-class _Shared:
-    """The newest record of a storage, findable while both live."""
-
-    __slots__ = ("is_alive", "record", "version")
-
-    def __init__(self, record: Record, version: int, is_alive: Callable[[], bool]) -> None:
-        self.record = weakref.ref(record)
-        self.version = version
-        self.is_alive = is_alive
 
 
 class Engine:
@@ -101,26 +92,29 @@ class Engine:
         self._batch: list[weakref.ref[Record]] = []  # left the tail; their copies are launched together
         self._batch_bytes = 0
         self._batch_stream: Stream = None
-        self.live: dict[int, weakref.ref[Record]] = {}  # by id; a record adds itself, and its destructor takes it out
-        self._shared: dict[Hashable, _Shared] = {}
+        self.live: set[weakref.ref[Record]] = set()  # a record adds itself, and its destructor takes it out
+        self._shared: dict[Hashable, weakref.ref[Record]] = {}  # the newest record by storage and version counter
+        self._most_shared = _FEW_SHARED  # with more, those of dead records are forgotten
         self._forecasts: dict[Hashable, Forecast] = {}
-        self.ledger: deque[int] = deque()
-        self._resident_bytes = 0
+        self.ledger: deque[int] = deque()  # what changes the resident bytes without the lock
+        self.resident_bytes = 0  # changed under the lock only
+        self._launches = 0
         self._tail_limit = _DEFAULT_TAIL_BYTES if config.tail_bytes is None else config.tail_bytes
         self._window_limit = _DEFAULT_WINDOW_BYTES if config.window_bytes is None else config.window_bytes
         self._batch_limit = min(_MOST_BATCH_BYTES, self._window_limit // _BATCHES_IN_WINDOW)
 
     # ------------------------------------------------------------------ forward
 
-    def find(self, share_key: Hashable, version: int) -> Record | None:
+    def find(self, source: Source) -> Record | None:
         """The living record of this storage at this version, if one was made: its copy serves again.
 
-        ``share_key`` names a storage and whose version it is: the same number on another counter says nothing of the bytes.
+        The same version on another counter says nothing of the bytes: ``share_key`` names both.
         """
-        shared = self._shared.get(share_key)
-        if shared is None or shared.version != version or not shared.is_alive():
+        shared = self._shared.get(source.share_key)
+        record = None if shared is None else shared()
+        if record is None or record.source is None:
             return None
-        return shared.record()
+        return record if record.source.version == source.version and record.source.is_alive() else None
 
     def admit(
         self,
@@ -132,11 +126,7 @@ class Engine:
         group: object | None = None,
         tag: str | None = None,
         stays: bool = False,
-        storage_key: int | None = None,
-        share_key: Hashable | None = None,
-        version: int = 0,
-        is_alive: Callable[[], bool] | None = None,
-        source_is_unchanged: Callable[[], bool] | None = None,
+        source: Source | None = None,
         is_in_region: bool = False,
     ) -> Record:
         """A new record for bytes that were just saved; it is copied out when enough newer ones follow it.
@@ -145,30 +135,20 @@ class Engine:
         device is checked then: in the middle of a layer its temporary values are counted too, and they are freed without us.
         """
         record = Record(
-            self,
-            device_bytes,
-            nbytes,
-            position=position,
-            index=index,
-            group=group,
-            tag=tag,
-            stays=stays,
-            storage_key=storage_key,
-            source_is_unchanged=source_is_unchanged,
+            self, device_bytes, nbytes, position=position, index=index, group=group, tag=tag, stays=stays, source=source
         )
         with self._lock:
-            key = storage_key if share_key is None else share_key
-            if key is not None and is_alive is not None:
-                self._remember(key, _Shared(record, version, is_alive))
+            self.resident_bytes += nbytes
+            if source is not None:
+                if len(self._shared) > self._most_shared:
+                    self._shared = {key: old for key, old in self._shared.items() if old() is not None}
+                    self._most_shared = _FEW_SHARED + 2 * len(self._shared)
+                self._shared[source.share_key] = record.reference
             if not stays:
                 self._queue(record, trims_window=not is_in_region)
-            self._account()
+            if self.ledger or self.resident_bytes > self.counters.peak_resident_bytes:
+                self._account()
         return record
-
-    def _remember(self, share_key: Hashable, shared: _Shared) -> None:
-        if len(self._shared) > 64 + 2 * len(self.live):
-            self._shared = {key: old for key, old in self._shared.items() if old.record() is not None}
-        self._shared[share_key] = shared
 
     def share(self, record: Record) -> None:
         """Count a save that an existing record serves."""
@@ -182,9 +162,9 @@ class Engine:
             self._queue(record, trims_window=True)
 
     def _queue(self, record: Record, *, trims_window: bool) -> None:
-        self._tail.append((weakref.ref(record), record.nbytes))
+        self._tail.append((record.reference, record.nbytes))
         self._tail_bytes += record.nbytes
-        num_in_flight = len(self._in_flight)
+        launches = self._launches
         while self._tail_bytes > self._tail_limit:
             reference, nbytes = self._tail.popleft()
             self._tail_bytes -= nbytes
@@ -192,7 +172,9 @@ class Engine:
             if oldest is not None and not oldest.stays and not oldest.is_protected:
                 self._join_batch(oldest)
         if trims_window or self.config.device_bytes is None:
-            self._trim_to_window(looks_at_copies=len(self._in_flight) != num_in_flight)
+            looks_at_copies = self._launches != launches
+            if looks_at_copies or self._in_flight_bytes + self._batch_bytes > self._window_limit:
+                self._trim_to_window(looks_at_copies=looks_at_copies)
 
     def _join_batch(self, record: Record) -> None:
         """The record's copy is launched with the next ones of its stream; a large one is launched now."""
@@ -202,7 +184,7 @@ class Engine:
         if is_large:
             self._launch_offload(record)
             return
-        self._batch.append(weakref.ref(record))
+        self._batch.append(record.reference)
         self._batch_bytes += record.nbytes
         self._batch_stream = record.stream
         if self._batch_bytes >= self._batch_limit:
@@ -213,17 +195,30 @@ class Engine:
         if not self._batch:
             return
         references, self._batch, self._batch_bytes = self._batch, [], 0
-        together: list[Record] = []
+        leaving = [
+            record
+            for reference in references
+            if (record := reference()) is not None and not record.stays and not record.is_protected
+        ]
         with self.backend.unseen():
-            for reference in references:
-                record = reference()
-                if record is None or record.stays or record.is_protected or not self._may_leave(record):
-                    continue
-                if self._takes_lease(record):
-                    together.append(record)
+            leaving = [record for record in leaving if self._may_leave(record)]
+            self._reserve_together([record for record in leaving if record.lease is None])
+            tier = self.far.together
+            together = [
+                record
+                for record in leaving
+                if (record.out is None and record.lease is not None and record.lease.tier is tier)
+                or self._takes_lease(record)
+            ]
             if together:
                 completion = offload_together(together, self.lanes.out)
                 self._launched(together, completion, sum([record.nbytes for record in together]))
+
+    def _reserve_together(self, records: Sequence[Record]) -> None:
+        """Leases for the first ones, as many as there are without a question to the host; the others ask one by one."""
+        leases = self.far.reserve_together(self.backend, [record.nbytes for record in records])
+        for record, lease in zip(records, leases):
+            record.lease = lease
 
     def _takes_lease(self, record: Record) -> bool:
         """Whether the record moves with its batch, with a lease of its own. Otherwise it stays, or is launched here."""
@@ -233,7 +228,7 @@ class Engine:
                 self.counters.keep(_REFUSED[refusal], record.nbytes)
                 return False
             assert record.lease is not None, "just taken"
-            if self.far.moves_with_others(record.lease):
+            if record.lease.tier is self.far.together:
                 return True
         self._launch_offload(record)
         return False
@@ -250,7 +245,7 @@ class Engine:
         if record.residency is not Residency.DEVICE or record.is_wanted:
             return False
         # Bytes that are no longer the saved ones will never be handed out.
-        return record.source_is_unchanged is None or record.back is not None or record.source_is_unchanged()
+        return record.source is None or record.back is not None or record.source.is_unchanged()
 
     def _launch_offload(self, record: Record, stream: Stream | None = None) -> None:
         if not self._may_leave(record):
@@ -264,12 +259,14 @@ class Engine:
 
     def _launched(self, records: Sequence[Record], copy: Completion | None, nbytes: int) -> None:
         """Count records that are in flight from now on. ``copy`` is None where a far copy existed before."""
+        trace = self.counters.trace
         for record in records:
-            if self.counters.trace is not None:
-                self.counters.trace("offload", record)
+            if trace is not None:
+                trace("offload", record)
             if copy is not None and record.tag is not None:
                 self.counters.add_to("bytes_by_tag", record.tag, record.nbytes)
-            self._in_flight.append((weakref.ref(record), record.nbytes))
+        self._in_flight.extend([(record.reference, record.nbytes) for record in records])
+        self._launches += 1
         self._in_flight_bytes += nbytes
         if copy is not None:
             self.counters.add("swapped_out_bytes", nbytes)
@@ -280,6 +277,7 @@ class Engine:
 
         Without ``looks_at_copies`` nothing is asked of the device while the window is not full.
         """
+        stream: Stream = None
         while self._in_flight:
             reference, nbytes = self._in_flight[0]
             record = reference()
@@ -290,15 +288,17 @@ class Engine:
                         return
                 elif self.config.device_bytes is not None and not record.out.is_done() and self._has_spare_memory():
                     return
-                self._drop(record, record.out)
+                if stream is None:
+                    stream = self.backend.current_stream()
+                self._drop(record, record.out, stream)
             self._in_flight.popleft()
             self._in_flight_bytes -= nbytes
 
-    def _drop(self, record: Record, copy: Completion) -> None:
+    def _drop(self, record: Record, copy: Completion, stream: Stream = None) -> None:
         """Order compute after the copy out of a record, and let go of its device bytes."""
         if not copy.is_ordered_before(record.stream):
             self.clock.stalled(copy)
-        record.finish_offload()
+        record.finish_offload(stream)
         if self.counters.trace is not None:
             self.counters.trace("drop", record)
 
@@ -346,7 +346,7 @@ class Engine:
     def fetch(self, record: Record, task: BackwardTask | None) -> FlatBytes:
         """The device bytes of ``record``, ordered for the current stream. Also launches the next loads."""
         with self._lock:
-            forecast = self._forecast_of(task)
+            forecast = None if task is None else self._forecasts.get(task.key) or self._new_forecast(task)
             is_first_use = not record.is_wanted
             record.is_wanted = task is not None
             self._make_readable(record, is_first_use=is_first_use)
@@ -354,11 +354,17 @@ class Engine:
             if forecast is None:
                 self._trim_to_window()
             else:
-                if record.ahead_in is not None:
-                    record.ahead_in.asked(record)
-                forecast.touch(record)
-                self._run_ahead(forecast, record.group, least_bytes=self.prefetch_bytes)
-            self._account()
+                ahead_in = record.ahead_in
+                if ahead_in is not None:
+                    ahead_in.asked(record)
+                if ahead_in is not forecast:
+                    forecast.touch(record)
+                least_bytes = self.config.prefetch_bytes
+                if least_bytes is None:
+                    least_bytes = self.clock.prefetch_bytes
+                self._run_ahead(forecast, record.group, least_bytes=least_bytes)
+            if self.ledger or self.resident_bytes > self.counters.peak_resident_bytes:
+                self._account()
         return device_bytes
 
     def start_prefetch(self, task: BackwardTask, *, is_near: bool = True) -> None:
@@ -369,25 +375,18 @@ class Engine:
         if not is_near and (self.config.device_bytes is None or not self.live):
             return
         with self._lock:
-            self._run_ahead(self._forecast_of(task), None, least_bytes=self.prefetch_bytes if is_near else 0)
+            forecast = self._forecasts.get(task.key) or self._new_forecast(task)
+            self._run_ahead(forecast, None, least_bytes=self.prefetch_bytes if is_near else 0)
             self._account()
 
-    @overload
-    def _forecast_of(self, task: BackwardTask) -> Forecast: ...
-    @overload
-    def _forecast_of(self, task: None) -> None: ...
-    def _forecast_of(self, task: BackwardTask | None) -> Forecast | None:
-        if task is None:
-            return None
-        forecast = self._forecasts.get(task.key)
-        if forecast is None:
-            far = [record for record in self.live_records() if record.residency in (Residency.HOST, Residency.D2H)]
-            forecast = Forecast(far, task.reach()) if far else Forecast((), lambda _first, _last: False)
-            self._forecasts[task.key] = forecast
-            task.at_end(functools.partial(self.end_of_task, task.key))
-            if len(self._forecasts) > _MOST_OPEN_TASKS:
-                # A backward that raised never reports its end.
-                self.end_of_task(next(iter(self._forecasts)))
+    def _new_forecast(self, task: BackwardTask) -> Forecast:
+        far = [record for record in self.live_records() if record.residency in (Residency.HOST, Residency.D2H)]
+        forecast = Forecast(far, task.reach()) if far else Forecast((), lambda _first, _last: False)
+        self._forecasts[task.key] = forecast
+        task.at_end(functools.partial(self.end_of_task, task.key))
+        if len(self._forecasts) > _MOST_OPEN_TASKS:
+            # A backward that raised never reports its end.
+            self.end_of_task(next(iter(self._forecasts)))
         return forecast
 
     def _make_readable(self, record: Record, *, is_first_use: bool) -> None:
@@ -399,7 +398,8 @@ class Engine:
                 self.counters.trace("miss", record)
             self._start_load(record)
         elif record.residency is Residency.H2D:
-            self.counters.add("prefetch_hits", 1)
+            with self.counters.lock:
+                self.counters.prefetch_hits += 1
         elif is_first_use and not record.has_far_copy:
             self.counters.keep(_why_it_stayed(record), record.nbytes)
         if record.residency is Residency.H2D:
@@ -422,7 +422,7 @@ class Engine:
         self._loaded((record,), record.back)
 
     def _loaded(self, records: Sequence[Record], copy: Completion | None) -> None:
-        nbytes = sum(record.nbytes for record in records)
+        nbytes = sum([record.nbytes for record in records])
         self.counters.add("swapped_in_bytes", nbytes)
         self.clock.copied(copy, nbytes, is_out=False)
         if self.counters.trace is not None:
@@ -438,7 +438,11 @@ class Engine:
         if self._in_flight:
             here = self._keep_wanted_soon(forecast, here, least_bytes=least_bytes)
             self._trim_to_window()
-        self._prefetch(forecast, group, here, least_bytes=least_bytes)
+        limit = least_bytes // _BATCHES_IN_PREFETCH
+        if limit > _MOST_BATCH_BYTES:
+            limit = _MOST_BATCH_BYTES
+        if here + limit <= least_bytes or group is not None or self.config.device_bytes is not None:
+            self._prefetch(forecast, group, here, least_bytes=least_bytes, limit=limit)
 
     def _keep_wanted_soon(self, forecast: Forecast, here: int, *, least_bytes: int) -> int:
         """Keep what backward needs within ``least_bytes`` and has not left yet; returns the bytes that are ahead then."""
@@ -455,11 +459,8 @@ class Engine:
                 soon += record.nbytes
         return here
 
-    def _prefetch(self, forecast: Forecast, group: object | None, ahead: int, *, least_bytes: int) -> None:
+    def _prefetch(self, forecast: Forecast, group: object | None, ahead: int, *, least_bytes: int, limit: int) -> None:
         """Load what is wanted next, in batches, until ``least_bytes`` are ahead. The last batch waits until it is whole."""
-        limit = min(_MOST_BATCH_BYTES, least_bytes // _BATCHES_IN_PREFETCH)
-        if ahead + limit > least_bytes and group is None and self.config.device_bytes is None:
-            return
         forced = () if group is None else (group, getattr(group, "before", None) or group)
         batch: list[Record] = []
         batch_bytes = 0
@@ -477,7 +478,7 @@ class Engine:
                 batch_bytes += record.nbytes
                 ahead += record.nbytes
             forecast.advance()
-            if batch_bytes >= max(1, limit):
+            if batch_bytes and batch_bytes >= limit:
                 if not self._load_ahead(forecast, batch):
                     return
                 batch, batch_bytes = [], 0
@@ -487,8 +488,7 @@ class Engine:
         """Load records that were taken from the forecast. False where the device is full: the rest goes back to it."""
         while records:
             first = records[0]
-            can_join = [self._can_load_together(first, record) for record in records]
-            loaded: Sequence[Record] = records[: max(1, [*can_join, False].index(False))]
+            loaded: Sequence[Record] = records[: self._count_together(records)]
             try:
                 if len(loaded) > 1:
                     loaded, copy = load_together(loaded, self.lanes.back)
@@ -504,14 +504,16 @@ class Engine:
             self._loaded(loaded, copy)
             for record in loaded:
                 forecast.loaded(record)
-                forecast.touch(record)
             records = records[len(loaded) :]
         return True
 
-    def _can_load_together(self, first: Record, record: Record) -> bool:
-        if first.lease is None or record.lease is None or first.is_prepared or record.is_prepared:
-            return False
-        return first.lease.tier is record.lease.tier and self.far.moves_with_others(first.lease)
+    def _count_together(self, records: Sequence[Record]) -> int:
+        """How many of the first records are loaded by one launch."""
+        tier = self.far.together
+        for count, record in enumerate(records):
+            if record.lease is None or record.lease.tier is not tier or record.prepared is not None:
+                return max(1, count)
+        return len(records)
 
     def _give_back_ahead(self) -> bool:
         """The device is full: drop what was loaded ahead and not asked for. True when anything was dropped."""
@@ -570,9 +572,9 @@ class Engine:
     def _account(self) -> None:
         """Fold what records gained and lost, in any thread, into the resident bytes and their peak."""
         while self.ledger:
-            self._resident_bytes += self.ledger.popleft()
-        if self._resident_bytes > self.counters.peak_resident_bytes:
-            self.counters.peak_resident_bytes = self._resident_bytes
+            self.resident_bytes += self.ledger.popleft()
+        if self.resident_bytes > self.counters.peak_resident_bytes:
+            self.counters.peak_resident_bytes = self.resident_bytes
 
     # ------------------------------------------------------------------ looking at it
 
@@ -585,7 +587,7 @@ class Engine:
 
     def live_records(self) -> list[Record]:
         """The records that some graph still holds."""
-        return [record for record in (reference() for reference in list(self.live.values())) if record is not None]
+        return [record for reference in list(self.live) if (record := reference()) is not None]
 
     @property
     def in_flight_bytes(self) -> int:

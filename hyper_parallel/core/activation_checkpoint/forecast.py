@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hyper_parallel.core.activation_checkpoint.record import Position, Record
 
@@ -22,7 +22,8 @@ Reach = Callable[[int, int], bool]  # (first sequence, last sequence) -> whether
 def prefetch_order(records: Iterable[Record], reach: Reach) -> list[Record]:
     """The records that backward can reach, in the order in which it needs them."""
     wanted = [record for record in records if reach(record.position.first_sequence, record.position.sequence)]
-    return sorted(wanted, key=lambda record: (-record.position.sequence, record.index))
+    order = sorted([(-record.position.sequence, record.index, at) for at, record in enumerate(wanted)])
+    return [wanted[at] for _, _, at in order]
 
 
 class Forecast:
@@ -33,8 +34,7 @@ class Forecast:
     """
 
     def __init__(self, records: Iterable[Record], reach: Reach) -> None:
-        self._queue: deque[weakref.ref[Record]] = deque(map(weakref.ref, prefetch_order(records, reach)))
-        self._ahead: list[weakref.ref[Record]] = []
+        self._queue: deque[weakref.ref[Record]] = deque([record.reference for record in prefetch_order(records, reach)])
         self._ahead_bytes = 0
         self._touched: list[weakref.ref[Record]] = []
         self.departed: deque[int] = deque()
@@ -59,16 +59,16 @@ class Forecast:
         """Drop the head: its load was launched, or it needs none."""
         self._queue.popleft()
 
-    def put_back(self, records: Iterable[Record]) -> None:
+    def put_back(self, records: Sequence[Record]) -> None:
         """Their loads failed: they are the next ones again, in this order."""
-        self._queue.extendleft(map(weakref.ref, reversed(list(records))))
+        self._queue.extendleft([record.reference for record in reversed(records)])
 
     def loaded(self, record: Record) -> None:
         """Count ``record`` among the records loaded ahead of their use, until :meth:`asked`."""
         if record.ahead_in is not None:
             record.ahead_in.asked(record)
         record.ahead_in = self
-        self._ahead.append(weakref.ref(record))
+        self._touched.append(record.reference)
         self._ahead_bytes += record.nbytes
 
     def asked(self, record: Record) -> None:
@@ -78,8 +78,7 @@ class Forecast:
 
     def ahead(self) -> list[Record]:
         """Records that were loaded and not asked for yet."""
-        records = (reference() for reference in self._ahead)
-        return [record for record in records if record is not None and record.ahead_in is self]
+        return [record for record in self.touched() if record.ahead_in is self]
 
     def ahead_bytes(self) -> int:
         """The same, in bytes."""
@@ -89,11 +88,11 @@ class Forecast:
 
     def touch(self, record: Record) -> None:
         """Remember a record that this backward has used or loaded."""
-        self._touched.append(weakref.ref(record))
+        self._touched.append(record.reference)
 
     def touched(self) -> list[Record]:
         """The living ones among them."""
-        return [record for record in (reference() for reference in self._touched) if record is not None]
+        return [record for reference in self._touched if (record := reference()) is not None]
 
 
 def everything_below(position: Position) -> Reach:

@@ -27,12 +27,14 @@ class Marks:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._marked: dict[int, tuple[str | None, Callable[[], bool]]] = {}
+        self.has_any = False  # marked since the last reset, alive or not
 
     def add(self, storage_key: int, tag: str | None, is_alive: Callable[[], bool]) -> None:
         """Mark a storage."""
         with self._lock:
             self._marked = {key: mark for key, mark in self._marked.items() if mark[1]()}
             self._marked[storage_key] = (tag, is_alive)
+            self.has_any = True
 
     def __contains__(self, storage_key: int | None) -> bool:
         mark = None if storage_key is None else self._marked.get(storage_key)

@@ -1,8 +1,8 @@
 """What autograd holds instead of a saved tensor.
 
-A :class:`SwappedValue` is a record and the view to make of it; a :class:`KeptValue` is an alias of a value that stays. Both
-remember the version they saw, because the framework's own in-place check is off under hooks. Neither knows when it is
-needed. They live as long as the graph that holds them, and nothing else ends their life.
+A :class:`SwappedValue` is a record and the source whose view is made of it; a :class:`KeptValue` is an alias of a value that
+stays. Both remember the version they saw, because the framework's own in-place check is off under hooks. Neither knows when it
+is needed. They live as long as the graph that holds them, and nothing else ends their life.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeAlias
 
-from hyper_parallel.core.activation_checkpoint.adapter import FlatBytes, Tensor, TensorAdapter, View
+from hyper_parallel.core.activation_checkpoint.adapter import Tensor, TensorAdapter, VersionToken
 from hyper_parallel.core.activation_checkpoint.record import Record
+from hyper_parallel.core.activation_checkpoint.source import Source
 from hyper_parallel.errors import InPlaceChangeError
 
 __all__ = ["KeptValue", "Packed", "Scope", "SwappedValue", "map_packed", "packed_in", "raise_changed"]
@@ -69,43 +70,52 @@ class KeptValue:
 class SwappedValue:
     """A value whose bytes a record keeps, wherever they are."""
 
-    __slots__ = ("record", "scope", "token", "version", "view")
+    __slots__ = ("record", "scope", "source")
 
-    def __init__(self, record: Record, view: View, *, token: Any, version: int, scope: Scope) -> None:
+    def __init__(self, record: Record, source: Source, scope: Scope) -> None:
         self.record = record
-        self.view = view
-        self.token = token  # a VersionToken
-        self.version = version
+        self.source = source
         self.scope = scope
+
+    @property
+    def token(self) -> VersionToken:
+        """Shows the version of the tensor that was saved."""
+        return self.source
+
+    @property
+    def version(self) -> int:
+        """Its version when it was saved."""
+        return self.source.version
 
     def storage_key(self) -> int | None:
         """Names the storage of the source while that lives."""
-        return self.record.storage_key
+        return self.source.storage_key
 
-    def _check_unchanged(self) -> None:
-        now = self.token._version
-        if now != self.version:
-            view = self.view
-            raise_changed(self.scope, shape=view.size, dtype=view.dtype, version=self.version, now=now)
-
-    def _fetch(self, token: Any = None) -> Tensor:
-        record, tensors = self.record, self.scope.tensors
-        device_bytes: FlatBytes = record.engine.fetch(record, tensors.current_task(record.position))
-        return tensors.view_for_backward(self.view, device_bytes, self.scope, token, record.storage_key)
+    def _raise_changed(self) -> NoReturn:
+        source = self.source
+        raise_changed(self.scope, shape=source.size, dtype=source.dtype, version=source.version, now=source._version)
 
     def unpack(self) -> Tensor:
         """The exact view, on the device, ordered for the current stream. Repeatable. Raises where the plain step would."""
-        self._check_unchanged()
-        return self._fetch(self.token)
+        source, record, scope = self.source, self.record, self.scope
+        if not source.is_unchanged():
+            self._raise_changed()
+        tensors = scope.tensors
+        device_bytes = record.engine.fetch(record, tensors.current_task(record.position))
+        # Bytes that were never loaded are the source's own.
+        return tensors.view_for_backward(source, device_bytes, scope, counts_changes=record.back is None)
 
     def unpack_value(self, *, checks_version: bool) -> Tensor:
         """The same for a value that the framework would recompute: a later change of the source is no fault.
 
         The far copy still holds the value when it was ordered before the change. Otherwise it may not, and this raises.
         """
-        if checks_version and not self.record.snapshot_is_exact:
-            self._check_unchanged()
-        return self._fetch()
+        source, record, scope = self.source, self.record, self.scope
+        if checks_version and not record.snapshot_is_exact and not source.is_unchanged():
+            self._raise_changed()
+        tensors = scope.tensors
+        device_bytes = record.engine.fetch(record, tensors.current_task(record.position))
+        return tensors.view_for_backward(source, device_bytes, scope, counts_changes=False)
 
 
 Packed: TypeAlias = KeptValue | SwappedValue

@@ -7,19 +7,23 @@ moves the bytes, or the reason why they stay. Nothing here knows when bytes move
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from hyper_parallel.config import SwapConfig, current_config
-from hyper_parallel.core.activation_checkpoint.adapter import Tensor, TensorAdapter, VersionToken
+from hyper_parallel.core.activation_checkpoint.adapter import Tensor, TensorAdapter
 from hyper_parallel.core.activation_checkpoint.engine import Engine
 from hyper_parallel.core.activation_checkpoint.packed import KeptValue, Packed, Scope, SwappedValue
 from hyper_parallel.core.activation_checkpoint.policy import TensorPolicy, fate_of_tensor
 from hyper_parallel.core.activation_checkpoint.record import Position, Record
+from hyper_parallel.core.activation_checkpoint.source import Source
 from hyper_parallel.core.activation_checkpoint.statistics import KeepReason
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
 from hyper_parallel.fates import Fate
 
 __all__ = ["Packer", "SwapHooks"]
+
+_OF_THE_TENSOR: Final = (KeepReason.EMPTY, KeepReason.PARAMETER)
+"""Reasons that stand before what settings and policy say."""
 
 
 class Packer:
@@ -28,7 +32,7 @@ class Packer:
     ``position`` is given for the scope of a replayed region: all its values are wanted when the replay begins.
     """
 
-    tensors: ClassVar[TensorAdapter]
+    tensors: TensorAdapter
 
     def __init__(
         self,
@@ -92,13 +96,12 @@ class Packer:
         ``is_output``: an op's output, for which a region's policy has answered swap. Otherwise autograd saves the tensor, and
         the tensor policy of this scope is asked.
         """
-        if nbytes == 0 or self.tensors.is_empty(tensor):
-            return KeepReason.EMPTY
-        if not is_output and self._is_parameter(tensor):
-            return KeepReason.PARAMETER
+        why_kept = self.tensors.why_kept(tensor, nbytes, is_output)
+        if why_kept in _OF_THE_TENSOR:
+            return why_kept
         if nbytes < self._min_bytes and self._policy_fn is None and not is_output:
             return KeepReason.SMALL
-        fate = Fate.SWAP if is_output else self._fate_of(tensor)
+        fate = Fate.SWAP if is_output or self._policy_fn is None else self._fate_of(tensor)
         engine = self.engine_of(tensor)
         if engine is None:
             return KeepReason.HOST
@@ -106,19 +109,11 @@ class Packer:
             return KeepReason.POLICY
         if nbytes < self._min_bytes:
             return KeepReason.SMALL
-        if not self.tensors.is_copied_by_bytes(tensor) or self.tensors.is_changed_piece(tensor, nbytes):
-            return KeepReason.EXOTIC
-        if not is_output and self.tensors.is_in_backward():
-            return KeepReason.IN_BACKWARD
-        return engine
-
-    def _is_parameter(self, tensor: Tensor) -> bool:
-        return self.tensors.is_parameter_derived(tensor)
+        return engine if why_kept is None else why_kept
 
     def _fate_of(self, tensor: Tensor) -> Fate:
         """The policy's answer for this view. A mark overrules it. A storage that stays for one view stays for all."""
-        if self._policy_fn is None:
-            return Fate.SWAP
+        assert self._policy_fn is not None, "without a policy everything is swapped"
         key = self.tensors.storage_key(tensor)
         if key in self._manager.marks:
             return Fate.SWAP
@@ -130,11 +125,12 @@ class Packer:
     def _stay_for_all_views(self, tensor: Tensor, kept: KeptValue) -> None:
         """A storage that stays for one view does not leave through another, also not one that was saved before."""
         tensors = self.tensors
-        key = tensors.storage_key(tensor)
+        source = tensors.source_of(tensor, False)
+        key = source.storage_key
         known = [is_alive for is_alive in self._kept_by_policy.get(key, ()) if is_alive()]
         self._kept_by_policy[key] = [*known, tensors.storage_watch(tensor, kept.tensor)]
         engine = self.engine_of(tensor)
-        record = None if engine is None else engine.find(tensors.share_key(tensor), kept.version)
+        record = None if engine is None else engine.find(source)
         if record is not None:
             record.stays = True
 
@@ -161,39 +157,27 @@ class Packer:
         """The packed value on the record of this storage: the one that exists, or a new one."""
         tensors = self.tensors
         tensors.refuse_capture(self.scope.where)
-        token = tensors.version_token(tensor, is_below_autograd=is_below_autograd)
-        version = token._version
-        key = tensors.share_key(tensor)
-        record = engine.find(key, version)
+        source = tensors.source_of(tensor, is_below_autograd)
+        record = engine.find(source)
         if record is None:
-            record = self._new_record(engine, tensor, nbytes, token, key, index)
+            record = self._new_record(engine, tensor, nbytes, source, index)
         else:
             engine.share(record)
             self._manager.move_record_to_current_group(record)
-        return SwappedValue(record, tensors.view_of(tensor), token=token, version=version, scope=self.scope)
+        return SwappedValue(record, source, self.scope)
 
-    def _new_record(
-        self, engine: Engine, tensor: Tensor, nbytes: int, token: VersionToken, share_key: Hashable, index: int
-    ) -> Record:
-        tensors = self.tensors
-        version = token._version
-        storage_key = tensors.storage_key(tensor)
-        position = self.position
-        group = self._manager.current_group()
-        flat = tensors.flat_bytes(tensor)
+    def _new_record(self, engine: Engine, tensor: Tensor, nbytes: int, source: Source, index: int) -> Record:
+        tensors, manager, position = self.tensors, self._manager, self.position
+        group, marks = manager.current_group() if manager.groups else None, manager.marks
         record = engine.admit(
-            flat,
+            tensors.flat_bytes(tensor),
             nbytes,
             position=Position(tensors.sequence_of_save()) if position is None else position,
             index=index,
             group=group,
-            tag=self._manager.marks.tag_of(storage_key),
+            tag=marks.tag_of(source.storage_key) if marks.has_any else None,
             stays=group is not None and group.is_last_group,
-            storage_key=storage_key,
-            share_key=share_key,
-            version=version,
-            is_alive=tensors.storage_watch(tensor, flat),
-            source_is_unchanged=lambda: token._version == version,
+            source=source,
             is_in_region=position is not None,
         )
         if group is not None:

@@ -19,8 +19,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from hyper_parallel.core.activation_checkpoint.adapter import (
     Completion,
@@ -32,15 +31,20 @@ from hyper_parallel.core.activation_checkpoint.adapter import (
     Tensor,
 )
 from hyper_parallel.core.activation_checkpoint.far.memory import unchecked
-from hyper_parallel.core.activation_checkpoint.far.tier import Lease, Refusal
-from hyper_parallel.core.activation_checkpoint.residency import Move, Residency, next_residency
+from hyper_parallel.core.activation_checkpoint.far.tier import Refusal
+from hyper_parallel.core.activation_checkpoint.residency import Move, Residency, illegal, next_residency, row_of
 from hyper_parallel.errors import FarMemoryError
 
 if TYPE_CHECKING:
     from hyper_parallel.core.activation_checkpoint.engine import Engine
     from hyper_parallel.core.activation_checkpoint.forecast import Forecast
+    from hyper_parallel.core.activation_checkpoint.source import Source
 
 __all__ = ["Lanes", "Position", "Record"]
+
+# Looked up once: these two moves are made one by one for every record.
+_FINISH_OFFLOAD: Final = row_of(Move.FINISH_OFFLOAD)
+_FINISH_LOAD: Final = row_of(Move.FINISH_LOAD)
 
 
 class Lanes:
@@ -75,7 +79,6 @@ class Record:
         "__weakref__",
         "_foreign_streams",
         "_is_ordered",
-        "_prepared",
         "ahead_in",
         "back",
         "device_bytes",
@@ -88,12 +91,13 @@ class Record:
         "nbytes",
         "out",
         "position",
+        "prepared",
+        "reference",
         "residency",
         "shares",
         "snapshot_is_exact",
-        "source_is_unchanged",
+        "source",
         "stays",
-        "storage_key",
         "stream",
         "tag",
     )
@@ -109,10 +113,10 @@ class Record:
         group: object | None = None,
         tag: str | None = None,
         stays: bool = False,
-        storage_key: int | None = None,
-        source_is_unchanged: Callable[[], bool] | None = None,
+        source: Source | None = None,
     ) -> None:
         self.engine = engine
+        self.reference: weakref.ref[Record] = weakref.ref(self)
         self.device_bytes: FlatBytes | None = device_bytes
         self.nbytes = nbytes
         self.position = position
@@ -121,22 +125,27 @@ class Record:
         self.tag = tag
         self.stays = stays  # it leaves only when a caller launches its copy
         self.is_protected = False  # an output of its group's layer: it stays until another layer saves it too
-        self.storage_key = storage_key
+        self.source = source  # None: its owner drives every move
         self.residency = Residency.DEVICE
         self.stream: Stream = engine.backend.current_stream()
-        self.lease: Lease | None = None
+        self.lease: Any = None  # Lease | None; a record in flight or in far memory has one
         self.out: Completion | None = None
         self.back: Completion | None = None
-        self._prepared: tuple[FlatBytes, Event, Stream] | None = None
-        self._foreign_streams: list[Stream] = []
+        self.prepared: tuple[FlatBytes, Event, Stream] | None = (
+            None  # the buffer of the next load, where it was taken already
+        )
+        self._foreign_streams: list[Stream] | None = None  # other streams than ``stream`` that were handed the bytes
         self._is_ordered = False  # the owner stream is, after the load that filled the bytes
         self.shares = 0  # saves beyond the first that this record serves
-        self.source_is_unchanged = source_is_unchanged
         self.snapshot_is_exact = False  # the far copy was ordered before anything that changed the source
         self.ahead_in: Forecast | None = None  # the forecast that had it loaded and has not asked for it yet
-        engine.ledger.append(nbytes)
-        engine.live[id(self)] = weakref.ref(self)
+        engine.live.add(self.reference)
         self.is_wanted = False  # unpacked by the backward that runs now
+
+    @property
+    def storage_key(self) -> int | None:
+        """Names the storage of the source while that lives."""
+        return None if self.source is None else self.source.storage_key
 
     @property
     def has_far_copy(self) -> bool:
@@ -196,19 +205,22 @@ class Record:
             backend.wait_event(backend.current_stream(), end)
             backend.synchronize_event(end)
 
-    def finish_offload(self) -> None:
-        """Order the stream that owns the device bytes after the copy, then let go of them."""
-        target = next_residency(self.residency, Move.FINISH_OFFLOAD)
-        self._order_owner()
-        if self.source_is_unchanged is not None and self.back is None:
-            self.snapshot_is_exact = self.source_is_unchanged()
-        self._drop_device_bytes()
-        self.residency = target
+    def finish_offload(self, current: Stream = None) -> None:
+        """Order the stream that owns the device bytes after the copy, then let go of them.
 
-    def _drop_device_bytes(self) -> None:
+        ``current``: the calling thread's stream, where the caller has asked for it.
+        """
+        source, target = _FINISH_OFFLOAD
+        if self.residency is not source:
+            raise illegal(self.residency, Move.FINISH_OFFLOAD)
+        self._order_owner(current)
+        if self.source is not None and self.back is None:
+            self.snapshot_is_exact = self.source.is_unchanged()
         self.device_bytes = None
-        self.engine.ledger.append(-self.nbytes)
-        self.engine.backend.dropped(self.nbytes)
+        engine, nbytes = self.engine, self.nbytes
+        engine.resident_bytes -= nbytes  # the caller has the engine's lock
+        engine.backend.dropped(nbytes)
+        self.residency = target
 
     def cancel_offload(self) -> None:
         """Wanted again before it left: the device bytes are still valid, and the queued copy makes a valid far copy."""
@@ -216,12 +228,12 @@ class Record:
 
     def prepare_load(self) -> None:
         """Take the buffer that the next load fills from the current stream's pool."""
-        if self._prepared is None:
+        if self.prepared is None:
             backend = self.engine.backend
             stream = backend.current_stream()
             assert self.lease is not None, "a record in far memory has a lease"
             buffer = self.engine.far.allocate(backend, self.lease)
-            self._prepared = buffer, backend.record_event(stream), stream
+            self.prepared = buffer, backend.record_event(stream), stream
             self.engine.ledger.append(self.nbytes)
 
     def start_load(self, stream: Stream | None = None) -> None:
@@ -231,15 +243,15 @@ class Record:
         assert self.out is not None, "a record in far memory was written"
         engine = self.engine
         self.prepare_load()
-        assert self._prepared is not None, "just made"
-        buffer, allocated, owner = self._prepared
+        assert self.prepared is not None, "just made"
+        buffer, allocated, owner = self.prepared
         lane = engine.lanes.back if stream is None else stream
         if not isinstance(self.out, StreamCompletion):  # a host tier orders the lane itself, behind the buffer
             self.out.order(lane)
         try:
             with engine.backend.unseen():
                 self.back = engine.far.read(self.lease, buffer, backend=engine.backend, stream=lane, ready=allocated)
-            self._prepared = None
+            self.prepared = None
             self.receive(buffer, owner)
             self.residency = target
         except BaseException:
@@ -252,26 +264,23 @@ class Record:
         self.stream = owner
         self.device_bytes = buffer
 
-    @property
-    def is_prepared(self) -> bool:
-        """Whether the buffer of the next load was taken already."""
-        return self._prepared is not None
-
     def finish_load(self, *, reads: bool = True) -> None:
         """Order the current stream after the load; from here on its kernels may read the bytes.
 
         ``reads``: false for bytes that are dropped unread. No checksum is asked of those: a source that was changed in place
         while its copy ran is an error only where the bytes are read.
         """
-        target = next_residency(self.residency, Move.FINISH_LOAD)
+        source, target = _FINISH_LOAD
+        if self.residency is not source:
+            raise illegal(self.residency, Move.FINISH_LOAD)
         assert self.back is not None, "a load is in flight"
         if not reads:
             self.back = unchecked(self.back)
         stream = self.engine.backend.current_stream()
         self.back.order(stream)
         self._is_ordered = stream == self.stream
-        if not self._is_ordered and stream not in self._foreign_streams:
-            self._foreign_streams.append(stream)
+        if not self._is_ordered:
+            self._add_foreign(stream)
         self.residency = target
 
     @property
@@ -279,15 +288,21 @@ class Record:
         """Whether another stream than the one whose pool owns the buffer was handed the bytes."""
         return bool(self._foreign_streams)
 
+    def _add_foreign(self, stream: Stream) -> None:
+        if self._foreign_streams is None:
+            self._foreign_streams = []
+        if stream not in self._foreign_streams:
+            self._foreign_streams.append(stream)
+
     def add_reader(self) -> None:
         """Remember a consumer on another stream than the one whose pool owns the buffer (see :meth:`_order_owner`)."""
         stream = self.engine.backend.current_stream()
-        if stream != self.stream and stream not in self._foreign_streams:
+        if stream != self.stream and stream not in (self._foreign_streams or ()):
             if self.back is not None:
                 self.back.order(stream)
-            self._foreign_streams.append(stream)
+            self._add_foreign(stream)
 
-    def _order_owner(self) -> None:
+    def _order_owner(self, current: Stream = None) -> None:
         """Nothing queued later on the owner stream may run before every copy and every foreign reader is done."""
         copy = self.out if self.back is None else self.back  # the last one that touches these very bytes
         if copy is not None and not self._is_ordered:
@@ -295,30 +310,36 @@ class Record:
                 copy = unchecked(copy)
             copy.order(self.stream)
             # The source is the user's: it may come from the pool of another stream than saved it.
-            if self.back is None and (stream := self.engine.backend.current_stream()) != self.stream:
-                copy.order(stream)
-        for reader in self._foreign_streams:
-            self.engine.backend.wait_event(self.stream, self.engine.backend.record_event(reader))
-        self._foreign_streams = []
+            if self.back is None:
+                stream = self.engine.backend.current_stream() if current is None else current
+                if stream != self.stream:
+                    copy.order(stream)
+        if self._foreign_streams:
+            for reader in self._foreign_streams:
+                self.engine.backend.wait_event(self.stream, self.engine.backend.record_event(reader))
+            self._foreign_streams = None
 
     def __del__(self) -> None:
         # Runs on whatever thread drops the last handle, at any point, also inside the engine: it takes no lock.
         if sys.is_finalizing() or not hasattr(self, "is_wanted"):
             return
-        self.engine.live.pop(id(self), None)
+        engine = self.engine
+        engine.live.discard(self.reference)
         try:
             if self.device_bytes is not None:
                 # Plain host memory is held by the copy itself, and has no stream-ordered pool to return to.
-                if not self.engine.backend.is_host_memory:
+                if not engine.backend.is_host_memory and not (self._is_ordered and self._foreign_streams is None):
                     try:  # noqa: SIM105  # a context manager costs more than all of this
                         self._order_owner()
                     except FarMemoryError:  # a failed copy of bytes that no graph needs any more
                         pass
-                self._drop_device_bytes()
-            if self._prepared is not None:
-                self.engine.ledger.append(-self.nbytes)
+                self.device_bytes = None
+                engine.ledger.append(-self.nbytes)
+                engine.backend.dropped(self.nbytes)
+            if self.prepared is not None:
+                engine.ledger.append(-self.nbytes)
             if self.ahead_in is not None:
                 self.ahead_in.departed.append(self.nbytes)
         finally:  # an interrupt may land here
             if self.lease is not None:
-                self.engine.far.release(self.lease, self.back if self.back is not None else self.out)
+                engine.far.release(self.lease, self.back if self.back is not None else self.out)

@@ -217,7 +217,7 @@ class RegionForward:
             if record.engine.finish_copy_before_write(record):
                 return packed
             assert record.device_bytes is not None, "what has no copy is on the device"
-            value = packed.view.over(record.device_bytes)
+            value = packed.source.over(record.device_bytes)
         else:
             value = packed.tensor
         return KeptValue.of(self._region.tensors.clone(value), packed.scope)

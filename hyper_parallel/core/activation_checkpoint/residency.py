@@ -21,7 +21,7 @@ from typing import Final
 
 from hyper_parallel.errors import SwapStateError
 
-__all__ = ["MOVES", "Move", "Residency", "next_residency"]
+__all__ = ["MOVES", "Move", "Residency", "illegal", "next_residency", "row_of"]
 
 
 class Residency(str, enum.Enum):
@@ -63,8 +63,18 @@ assert len(_ROWS) == len(MOVES) == len(Move), "a move with two rows needs anothe
 
 def next_residency(residency: Residency, move: Move) -> Residency:
     """Look the move up; an illegal one raises."""
-    source, target = _ROWS[move._value_]  # ``value`` is a property, at five times the cost
+    source, target = row_of(move)
     if residency is not source:
-        legal = ", ".join(sorted(known.value for state, known in MOVES if state is residency))
-        raise SwapStateError(f"record: cannot {move.value} while {residency.value}; legal now: {legal}")
+        raise illegal(residency, move)
     return target
+
+
+def row_of(move: Move) -> tuple[Residency, Residency]:
+    """The residency before a move and the one after it. Who looks a move up often keeps its row."""
+    return _ROWS[move._value_]  # ``value`` is a property, at five times the cost
+
+
+def illegal(residency: Residency, move: Move) -> SwapStateError:
+    """The error of a move that is not in the table."""
+    legal = ", ".join(sorted(known.value for state, known in MOVES if state is residency))
+    return SwapStateError(f"record: cannot {move.value} while {residency.value}; legal now: {legal}")

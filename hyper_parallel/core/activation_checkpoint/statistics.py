@@ -105,7 +105,7 @@ class Counters:
     """The running totals. One lock, held for an addition only, so that two threads lose nothing."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self.trace: Callable[[str, Any], None] | None = None  # called with (what, record) at every step of the schedule
         self.on_replay: Callable[[Any, bool], None] | None = None
         """Called with a region's module or function where a replay of its tape begins (True) and ends (False)."""
@@ -137,24 +137,24 @@ class Counters:
 
     def keep(self, reason: str, nbytes: int) -> None:
         """Count a value that stays."""
-        with self._lock:
+        with self.lock:
             self.kept_bytes[reason] += nbytes
             self.kept_count[reason] += 1
 
     def keep_many(self, reason: str, nbytes: int, count: int) -> None:
         """The same for ``count`` values at once."""
-        with self._lock:
+        with self.lock:
             self.kept_bytes[reason] += nbytes
             self.kept_count[reason] += count
 
     def add(self, field: str, amount: float) -> None:
         """Add to one plain total."""
-        with self._lock:
+        with self.lock:
             self.__dict__[field] += amount
 
     def add_to(self, field: str, key: str, amount: int = 1) -> None:
         """Add to one entry of a table."""
-        with self._lock:
+        with self.lock:
             getattr(self, field)[key] += amount
 
     def count_region(self, region: Any, reason: str) -> None:
@@ -175,7 +175,7 @@ class Counters:
 
     def snapshot(self, *, tiers: tuple[TierStatistics, ...], live_records: int) -> SwapStats:
         """The frozen record."""
-        with self._lock:
+        with self.lock:
             return SwapStats(
                 saved_bytes=self.saved_bytes,
                 recomputed_bytes=self.recomputed_bytes,

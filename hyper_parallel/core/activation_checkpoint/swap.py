@@ -77,8 +77,8 @@ class SwapManager:
         self.backends = {}
         self.counters = Counters()
         self._engines = Engines(self.counters)
-        self._groups: dict[str, SwapGroup] = {}
-        self._declared = DeclaredLayers(self._groups, self._group_or_new)
+        self.groups: dict[str, SwapGroup] = {}  # by name; most programs have none
+        self._declared = DeclaredLayers(self.groups, self._group_or_new)
         self.marks = Marks()
         self.first_step = FirstStep()
 
@@ -150,15 +150,15 @@ class SwapManager:
     # ------------------------------------------------------------------ groups
 
     def _group(self, group_name: str) -> SwapGroup:
-        group = self._groups.get(group_name)
+        group = self.groups.get(group_name)
         if group is None:
-            known = ", ".join(sorted(map(repr, self._groups))) or "none"
+            known = ", ".join(sorted(map(repr, self.groups))) or "none"
             raise SwapStateError(f"SwapManager: unknown group {group_name!r}; known groups: {known}")
         return group
 
     def _group_or_new(self, group_name: str) -> SwapGroup:
         with self._lock:
-            return self._groups.setdefault(group_name, SwapGroup(group_name))
+            return self.groups.setdefault(group_name, SwapGroup(group_name))
 
     def add_storage(self, group_name: str, storage: Storage) -> None:
         """Add a storage to a group, which is made if there is none of that name."""
@@ -186,14 +186,14 @@ class SwapManager:
 
     def release_group_storage(self, group_name: str) -> None:
         """Forget a group's storages; nothing happens for an unknown one."""
-        group = self._groups.get(group_name)
+        group = self.groups.get(group_name)
         if group is not None:
             group.release()
 
     def is_last_group(self, group_name: str | None = None) -> bool:
         """Whether a group (the current one by default) ends its chain; False for an unknown one."""
         name = self.get_current_group_name() if group_name is None else group_name
-        group = self._groups.get(name)
+        group = self.groups.get(name)
         return group is not None and group.is_last_group
 
     def get_current_group_name(self) -> str:
@@ -210,7 +210,7 @@ class SwapManager:
     def current_group(self) -> SwapGroup | None:
         """The group that a new record joins."""
         stack = self._group_stack.get()
-        return self._groups.get(stack[-1]) if stack else None
+        return self.groups.get(stack[-1]) if stack else None
 
     def move_record_to_current_group(self, record: Record) -> None:
         """A later layer saves the same bytes again: the record joins that layer's group, and leaves with it."""

@@ -7,7 +7,6 @@ is done when the work before it was. A stream that is held stands still, which m
 from __future__ import annotations
 
 import collections
-import contextlib
 import queue
 import random
 import threading
@@ -15,6 +14,8 @@ import time
 from collections.abc import Callable
 
 import torch
+
+from hyper_parallel.core.activation_checkpoint.devices import OneByOne
 
 # No wait in these tests is longer; a test that reaches it fails instead of hanging.
 LIMIT_S = 600.0
@@ -56,7 +57,7 @@ class ThreadStream:
             work()
 
 
-class TorchBackend:
+class TorchBackend(OneByOne):
     """``is_host_memory`` says whether it plays a CPU or an accelerator; the bytes are torch CPU tensors in both."""
 
     def __init__(self, *, name: str = "threads", is_host_memory: bool = False, host_has: int | None = None) -> None:
@@ -99,9 +100,6 @@ class TorchBackend:
             raise MemoryError(f"this host has {self.host_has} bytes")
         self.host_allocations.append((nbytes, pinned))
         return torch.empty(nbytes, dtype=torch.uint8)
-
-    def on_stream(self, stream: ThreadStream) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor, stream: ThreadStream) -> None:
         assert destination.shape == source.shape

@@ -24,6 +24,7 @@ from hyper_parallel.errors import InPlaceChangeError
 from hyper_parallel.testing import simulated_accelerator
 
 from .models import RECORDED, WIDTH, ChangedUnseen, Effects, LargeBuffer, OwnKernel, mlp
+from .source_programs import SOURCE_PROGRAMS
 from .test_mechanism import (
     test_gradients_that_are_differentiated_again_inside_a_region_run_no_earlier_ops_again,
     test_gradients_that_are_taken_inside_a_region_run_no_earlier_ops_again,
@@ -453,6 +454,7 @@ PROGRAMS: dict[str, Program] = {
     "swapped_changed": a_swapped_output_that_changed_is_made_again,
     "swapped_probation": a_swapped_value_that_numpy_changes_is_not_believed,
     "unread_values": test_an_unpacked_weight_that_backward_does_not_read_is_not_held,
+    **SOURCE_PROGRAMS,
     "swapped_functions": what_a_python_function_returns_is_kept_and_not_swapped,
 }
 """A fault's name, and the program that catches it."""

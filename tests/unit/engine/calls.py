@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from hyper_parallel.config import SwapConfig
@@ -17,6 +17,23 @@ from .fake_device import FakeDevice
 UNIT = 64
 """The bytes of every saved value, unless a test says otherwise."""
 HOST_LIMIT = 2**20
+
+
+class FakeSource:
+    """What the engine asks of a :class:`Source`, as a test says it is."""
+
+    def __init__(
+        self,
+        key: Hashable = None,
+        version: int = 0,
+        *,
+        is_alive: Callable[[], bool] = lambda: True,
+        is_unchanged: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.storage_key = self.share_key = id(self) if key is None else key
+        self.version = version
+        self.is_alive = is_alive
+        self.is_unchanged = is_unchanged
 
 
 class Schedule:

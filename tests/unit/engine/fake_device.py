@@ -14,6 +14,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
+from hyper_parallel.core.activation_checkpoint.devices import OneByOne
+
 
 class FakeEvent:
     """A point on a stream."""
@@ -44,7 +46,7 @@ class _DeviceBytes(bytearray):
     """A bytearray that weak references may name."""
 
 
-class FakeDevice:
+class FakeDevice(OneByOne):
     """See ``DeviceBackend``. ``capacity_bytes`` and ``host_bytes`` are what the device and the host can give in all."""
 
     name = "fake"
@@ -141,9 +143,6 @@ class FakeDevice:
         if self.host_bytes is not None and nbytes > self.host_bytes:
             raise MemoryError(f"the fake host has {self.host_bytes} bytes")
         return memoryview(bytearray(b"?" * nbytes))
-
-    def on_stream(self, stream: FakeStream) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def copy(self, destination: memoryview, source: memoryview, stream: FakeStream) -> None:
         if self.copy_fails is not None:

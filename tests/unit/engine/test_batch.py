@@ -9,7 +9,7 @@ import pytest
 from hyper_parallel.core.activation_checkpoint.record import Record
 from hyper_parallel.core.activation_checkpoint.residency import Residency
 
-from .calls import UNIT, Schedule, Task, check_window, copy_out_before_change
+from .calls import UNIT, FakeSource, Schedule, Task, check_window, copy_out_before_change
 
 WINDOW = 128 * UNIT
 """Copies out are launched by a 32nd of it: four values."""
@@ -113,7 +113,7 @@ def test_a_value_that_is_about_to_change_is_launched_before_the_change_and_its_b
 
 def test_a_value_that_changed_while_it_waited_does_not_leave() -> None:
     schedule = Schedule(window_bytes=WINDOW)
-    held = [schedule.save("a", source_is_unchanged=lambda: False), schedule.save("b"), schedule.save("c")]
+    held = [schedule.save("a", source=FakeSource(is_unchanged=lambda: False)), schedule.save("b"), schedule.save("c")]
     schedule.engine.launch_batch(trims_window=True)
     assert schedule.take_events() == ["offload b", "offload c"]
     assert held[0].residency is Residency.DEVICE

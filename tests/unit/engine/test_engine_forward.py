@@ -8,7 +8,7 @@ import pytest
 
 from hyper_parallel.core.activation_checkpoint.residency import Residency
 
-from .calls import UNIT, Schedule, check_window, copy_out_before_change, tags
+from .calls import UNIT, FakeSource, Schedule, check_window, copy_out_before_change, tags
 from .fake_device import FakeDevice
 
 
@@ -123,23 +123,23 @@ def test_what_stays_or_is_protected_does_not_leave_and_can_be_let_leave() -> Non
 def test_a_storage_at_the_same_version_is_found_again_and_counted() -> None:
     schedule = Schedule()
     is_alive = [True]
-    record = schedule.save("a", storage_key=7, version=3, is_alive=lambda: is_alive[0])
-    assert schedule.engine.find(7, 3) is record
-    assert schedule.engine.find(7, 4) is None
-    assert schedule.engine.find(8, 3) is None
+    record = schedule.save("a", source=FakeSource(7, 3, is_alive=lambda: is_alive[0]))
+    assert schedule.engine.find(FakeSource(7, 3)) is record
+    assert schedule.engine.find(FakeSource(7, 4)) is None
+    assert schedule.engine.find(FakeSource(8, 3)) is None
     schedule.engine.share(record)
     assert (record.shares, schedule.counters.shared_copies, schedule.counters.shared_bytes) == (1, 1, UNIT)
     is_alive[0] = False  # the storage died: its key may name another one now
-    assert schedule.engine.find(7, 3) is None
+    assert schedule.engine.find(FakeSource(7, 3)) is None
 
 
 def test_a_dead_record_is_not_found_and_a_newer_one_takes_its_place() -> None:
     schedule = Schedule()
-    older = schedule.save("a", share_key="x", version=0, is_alive=lambda: True)
-    newer = schedule.save("b", share_key="x", version=1, is_alive=lambda: True)
-    assert (schedule.engine.find("x", 0), schedule.engine.find("x", 1)) == (None, newer)
+    older = schedule.save("a", source=FakeSource("x", 0))
+    newer = schedule.save("b", source=FakeSource("x", 1))
+    assert (schedule.engine.find(FakeSource("x", 0)), schedule.engine.find(FakeSource("x", 1))) == (None, newer)
     del older, newer
-    assert schedule.engine.find("x", 1) is None
+    assert schedule.engine.find(FakeSource("x", 1)) is None
 
 
 def test_a_change_in_place_is_ordered_after_the_copy_out() -> None:
@@ -164,7 +164,7 @@ def test_a_change_in_place_of_bytes_that_found_no_room_is_told() -> None:
 
 def test_a_value_that_changed_in_the_tail_does_not_leave() -> None:
     schedule = Schedule(tail_bytes=UNIT)
-    changed = schedule.save("a", source_is_unchanged=lambda: False)
+    changed = schedule.save("a", source=FakeSource(is_unchanged=lambda: False))
     held = [schedule.save("b"), schedule.save("c")]
     assert schedule.take_events() == ["offload b", "drop b"]
     assert changed.residency is Residency.DEVICE

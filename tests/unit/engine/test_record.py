@@ -13,7 +13,7 @@ from hyper_parallel.core.activation_checkpoint.record import Record
 from hyper_parallel.core.activation_checkpoint.residency import MOVES, Move, Residency, next_residency
 from hyper_parallel.errors import SwapStateError
 
-from .calls import UNIT, Schedule, make_move
+from .calls import UNIT, FakeSource, Schedule, make_move
 from .fake_device import FakeDevice
 
 PATHS = {
@@ -235,7 +235,7 @@ def test_a_full_device_leaves_a_record_in_far_memory() -> None:
 def test_a_snapshot_is_exact_only_when_the_source_was_unchanged_until_the_drop() -> None:
     schedule = Schedule()
     answers = [True, False]
-    records = [schedule.save(name, stays=True, source_is_unchanged=lambda: answers.pop(0)) for name in "ab"]
+    records = [schedule.save(name, stays=True, source=FakeSource(is_unchanged=lambda: answers.pop(0))) for name in "ab"]
     for record in records:
         record.start_offload()
         record.finish_offload()

@@ -6,7 +6,10 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include "copies.h"
 #include "forward_end.h"
+#include "graph_walk.h"
+#include "sources.h"
 
 namespace hyper_parallel {
 namespace {
@@ -195,6 +198,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   pass_over_unrecorded();
   make_packed_type();
   pack_of_tapes = &pack;
+  define_sources(module);
+  define_copies(module);
+  module.def("reachable_numbers", &reachable_numbers);
   py::class_<RegionHistory, std::shared_ptr<RegionHistory>>(module, "RegionHistory")
       .def(py::init<>())
       .def("__len__", [](RegionHistory& region_history) { return region_history.get()->size(); });

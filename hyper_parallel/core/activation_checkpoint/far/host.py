@@ -77,6 +77,23 @@ class HostTier:
             with contextlib.suppress(Exception):  # a copy that failed has ended too, and its owner was told
                 answer.wait()
 
+    def reserve_together(self, backend: DeviceBackend, sizes: Sequence[int]) -> list[Lease]:
+        """Space for the first of these sizes, as many as the pool has without growing; :meth:`reserve` serves the others."""
+        with self._budget.lock:
+            if self._closed:
+                return []
+            if self._released:
+                self._drain()
+            pool = self._pool_for(backend)
+            leases: list[Lease] = []
+            for nbytes in sizes:
+                extent = pool.lend(backend, nbytes)
+                if extent is None:
+                    break
+                leases.append(Lease(self, nbytes, extent))
+            self._count_lent(sum(sizes[: len(leases)]))
+        return leases
+
     def write(
         self, lease: Lease, source: FlatBytes, *, backend: DeviceBackend, stream: Stream, ready: Event
     ) -> Completion:
@@ -97,14 +114,16 @@ class HostTier:
         nbytes = 0
         copies: list[tuple[FlatBytes, FlatBytes]] = []
         for lease, source in pieces:
+            extent: HostExtent = lease.extent
             nbytes += lease.nbytes
-            copies += lease.extent.parts(source)
-            for completion in lease.extent.free_after:
+            if extent.host is not None:
+                copies.append((extent.host, source))
+            else:
+                copies += extent.parts(source)
+            for completion in extent.free_after:
                 completion.order(stream)
         start = self._start(backend, stream, nbytes)
-        with backend.on_stream(stream):
-            for host, part in copies:
-                backend.copy(host, part, stream)
+        backend.copy_all(copies, stream)
         written = StreamCompletion(backend, start, backend.record_event(stream, timing=True))
         for lease, _ in pieces:
             lease.extent.written = written
@@ -126,13 +145,19 @@ class HostTier:
                 )
         backend.wait_event(stream, ready)
         copies: list[tuple[FlatBytes, FlatBytes]] = []
+        ordered: Completion | None = None
         for lease, target in pieces:
-            lease.extent.written.order(stream)
-            copies += lease.extent.parts(target)
+            extent: HostExtent = lease.extent
+            if extent.written is not ordered:  # a batch that was written together is often read together
+                ordered = extent.written
+                assert ordered is not None, "looked at above"
+                ordered.order(stream)
+            if extent.host is not None:
+                copies.append((target, extent.host))
+            else:
+                copies += [(part, host) for host, part in extent.parts(target)]
         start = self._start(backend, stream, nbytes)
-        with backend.on_stream(stream):
-            for host, part in copies:
-                backend.copy(part, host, stream)
+        backend.copy_all(copies, stream)
         end = backend.record_event(stream, timing=True)
         with self._budget.lock:
             self._read_bytes += nbytes
@@ -154,7 +179,7 @@ class HostTier:
     def host_bytes(self, lease: Lease) -> FlatBytes | None:
         """The bytes of a lease that lies in one piece."""
         extent: HostExtent = lease.extent
-        return extent.hosts[0] if len(extent.hosts) == 1 else None
+        return extent.host
 
     def statistics(self) -> TierStatistics:
         """What it holds and has done so far."""
@@ -204,6 +229,7 @@ class HostTier:
             lease, after = self._released.popleft()
             extent: HostExtent = lease.extent
             self._live_bytes -= lease.nbytes
+            lease.extent = None  # the pool lends the extent again, to another lease
             extent.pool.take_back(extent, after)
         if self._closed:
             for pool in self._pools.values():
@@ -222,15 +248,18 @@ class HostTier:
             refusal = self._grow(pool, backend, pool.arena.round_up(nbytes))
             extent = pool.lend(backend, nbytes) if refusal is None else None
         if extent is not None:
-            self._live_bytes += nbytes
-            if self._live_bytes > self._peak_live_bytes:
-                self._peak_live_bytes = self._live_bytes
+            self._count_lent(nbytes)
             return Lease(self, nbytes, extent)
         assert refusal is not None
         if pool.arena.free_bytes + pool.in_flight_bytes >= nbytes and (oldest := pool.oldest_copy()) is not None:
             return oldest
         self._refusals += 1
         return refusal
+
+    def _count_lent(self, nbytes: int) -> None:
+        self._live_bytes += nbytes
+        if self._live_bytes > self._peak_live_bytes:
+            self._peak_live_bytes = self._live_bytes
 
     def _pool_for(self, backend: DeviceBackend) -> Pool:
         if self._last is not None and self._last[0] is backend:

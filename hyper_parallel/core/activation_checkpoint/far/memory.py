@@ -19,7 +19,14 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from hyper_parallel.config import SwapConfig
-from hyper_parallel.core.activation_checkpoint.adapter import Completion, DeviceBackend, Event, FlatBytes, Stream
+from hyper_parallel.core.activation_checkpoint.adapter import (
+    Completion,
+    DeviceBackend,
+    Event,
+    FlatBytes,
+    Stream,
+    StreamCompletion,
+)
 from hyper_parallel.core.activation_checkpoint.far.disk import DiskTier
 from hyper_parallel.core.activation_checkpoint.far.host import HostBudget, HostTier
 from hyper_parallel.core.activation_checkpoint.far.process_memory import default_host_limit_bytes
@@ -56,7 +63,8 @@ class FarMemory:
         self._verify = config.verify
         self._tiers = tuple(self._make_tier(name, config) for name in config.tiers)
         first = self._tiers[0]
-        self._together = first if isinstance(first, HostTier) else None
+        self.together = first if isinstance(first, HostTier) and not config.verify else None
+        """The tier whose leases can be pieces of :meth:`write_together` and :meth:`read_together`; None where none can."""
         # A released lease still names its tier, so a tier would wait for the garbage collector.
         weakref.finalize(self, _retire, self._tiers).atexit = False
         self._refused_lock = threading.Lock()
@@ -80,6 +88,12 @@ class FarMemory:
                 self._refused[tier.name, answer] += 1
                 self._refused_bytes[tier.name, answer] += nbytes
         return answer
+
+    def reserve_together(self, backend: DeviceBackend, sizes: Sequence[int]) -> Sequence[Lease]:
+        """Leases of :attr:`together` for the first of these sizes, as many as it has at once; ask one by one for the others."""
+        if self.together is None or self._tiers_for(backend)[0] is not self.together:
+            return ()
+        return self.together.reserve_together(backend, sizes)
 
     def write(
         self, lease: Lease, source: FlatBytes, *, backend: DeviceBackend, stream: Stream, ready: Event
@@ -106,28 +120,25 @@ class FarMemory:
             return _CheckedCompletion(completion, lease, target, backend, stream)
         return completion
 
-    def moves_with_others(self, lease: Lease) -> bool:
-        """Whether the lease can be a piece of :meth:`write_together` and :meth:`read_together`."""
-        return lease.tier is self._together and not self._verify
-
     def write_together(
         self, pieces: Sequence[tuple[Lease, FlatBytes]], *, backend: DeviceBackend, stream: Stream, ready: Event
     ) -> Completion:
-        """Queue the copies out of several sources, each into its lease; see :meth:`moves_with_others`."""
-        assert self._together is not None, "a lease has said that it moves with others"
-        return self._together.write_together(pieces, backend=backend, stream=stream, ready=ready)
+        """Queue the copies out of several sources, each into its lease; see :attr:`together`."""
+        assert self.together is not None, "a lease has said that it moves with others"
+        return self.together.write_together(pieces, backend=backend, stream=stream, ready=ready)
 
     def read_together(
         self, pieces: Sequence[tuple[Lease, FlatBytes]], *, backend: DeviceBackend, stream: Stream, ready: Event
     ) -> Completion:
-        """Queue the copies back of several leases; see :meth:`moves_with_others`."""
-        assert self._together is not None, "a lease has said that it moves with others"
-        return self._together.read_together(pieces, backend=backend, stream=stream, ready=ready)
+        """Queue the copies back of several leases; see :attr:`together`."""
+        assert self.together is not None, "a lease has said that it moves with others"
+        return self.together.read_together(pieces, backend=backend, stream=stream, ready=ready)
 
     def release(self, lease: Lease, after: Completion | None) -> None:
         """Take the space back once ``after`` is done; safe in destructors, see :class:`Tier`."""
-        # A tier knows its own completions best, so it gets them bare.
-        lease.tier.release(lease, None if after is None else unchecked(after))
+        if after is not None and after.__class__ is not StreamCompletion:
+            after = unchecked(after)  # a tier knows its own completions best, so it gets them bare
+        lease.tier.release(lease, after)
 
     def host_bytes(self, lease: Lease) -> FlatBytes | None:
         """The lease's bytes where they lie in host memory in one piece; for looking, not for keeping."""

@@ -64,21 +64,6 @@ class HostBudget:
                 pool.drop_idle_slabs(nbytes - self.left_bytes)
 
 
-class _ReleasedSpace:
-    """The ranges of a lease that is over. ``after``: the copy that may still use them; None when there is none."""
-
-    __slots__ = ("after", "backend", "hosts", "lease_bytes", "nbytes", "ranges")
-
-    def __init__(self, extent: HostExtent, after: Completion | None) -> None:
-        self.ranges = extent.ranges
-        self.hosts: list[FlatBytes] = extent.hosts
-        self.lease_bytes = extent.lease_bytes
-        self.after = after
-        self.backend = extent.backend
-        first, *rest = self.ranges
-        self.nbytes = first.nbytes + sum([part.nbytes for part in rest]) if rest else first.nbytes
-
-
 class _AllOf:
     """The moment after which several copies have ended."""
 
@@ -102,9 +87,24 @@ class _AllOf:
 
 
 class HostExtent:
-    """Where the bytes of a lease are, and what has to happen before they are written or read."""
+    """Where the bytes of a lease are, and what has to happen before they are written or read.
 
-    __slots__ = ("backend", "free_after", "hosts", "lease_bytes", "pool", "ranges", "written")
+    When the lease is over the extent is released space, until the pool lends it again. ``after`` is the copy that may still
+    use it then; None when there is none.
+    """
+
+    __slots__ = (
+        "after",
+        "backend",
+        "free_after",
+        "host",
+        "hosts",
+        "lease_bytes",
+        "nbytes",
+        "pool",
+        "ranges",
+        "written",
+    )
 
     def __init__(
         self,
@@ -113,21 +113,27 @@ class HostExtent:
         nbytes: int,
         ranges: tuple[SlabRange, ...],
         free_after: tuple[Completion, ...],
-        hosts: list[FlatBytes] | None = None,
     ) -> None:
         self.pool = pool
         self.backend = backend
-        self.ranges = ranges
         self.free_after = free_after
         self.written: StreamCompletion | None = None
+        self.after: Completion | None = None
+        self.place(ranges, nbytes)
+
+    def place(self, ranges: tuple[SlabRange, ...], nbytes: int) -> None:
+        """The first ``nbytes`` of these ranges are the lease's."""
+        self.ranges = ranges
+        self.nbytes = sum([part.nbytes for part in ranges])
         self.lease_bytes = nbytes
         # The slices keep the slab alive, so that a lease outlives its tier.
-        self.hosts: list[FlatBytes] = pool.slices(ranges, nbytes) if hosts is None else hosts
+        self.hosts: list[FlatBytes] = self.pool.slices(ranges, nbytes)
+        self.host = self.hosts[0] if len(self.hosts) == 1 else None  # all of it, where it lies in one piece
 
     def parts(self, device: FlatBytes) -> Sequence[tuple[FlatBytes, FlatBytes]]:
         """Each piece of host memory beside the part of the device's bytes that belongs there."""
-        if len(self.hosts) == 1:
-            return ((self.hosts[0], device),)
+        if self.host is not None:
+            return ((self.host, device),)
         found: list[tuple[FlatBytes, FlatBytes]] = []
         at = 0
         for host, part in zip(self.hosts, self.ranges):
@@ -148,25 +154,25 @@ class Pool:
         self.arena = Arena(GRANULE_BYTES)
         self.slabs: dict[int, FlatBytes] = {}
         self.in_flight_bytes = 0
-        self._in_flight: collections.OrderedDict[int, _ReleasedSpace] = collections.OrderedDict()  # by id, oldest first
-        self._in_flight_of_size: dict[int, collections.OrderedDict[int, _ReleasedSpace]] = {}
-        self._idle: dict[int, list[_ReleasedSpace]] = {}  # by size; no copy uses them
+        self._in_flight: collections.OrderedDict[HostExtent, None] = collections.OrderedDict()  # oldest first
+        self._in_flight_of_size: dict[int, collections.OrderedDict[HostExtent, None]] = {}
+        self._idle: dict[int, list[HostExtent]] = {}  # by size; no copy uses them
         self._budget = budget
         self.used_bytes = 0  # lent and not released, in granules
         self._peak_used_bytes = 0
 
     @property
-    def in_flight(self) -> list[_ReleasedSpace]:
+    def in_flight(self) -> list[HostExtent]:
         """What was released while its last copy may still be queued, oldest first."""
-        return list(self._in_flight.values())
+        return list(self._in_flight)
 
     def oldest_copy(self) -> Completion | None:
         """The copy to wait for where nothing else frees space."""
-        return next((space.after for space in self._in_flight.values()), None)
+        return next((space.after for space in self._in_flight), None)
 
     def lend(self, backend: DeviceBackend, nbytes: int) -> HostExtent | None:
         """From what is free, else from what streams of this device will have freed by then; None: grow or wait."""
-        wanted = self.arena.round_up(nbytes)
+        wanted = -(-nbytes // GRANULE_BYTES) * GRANULE_BYTES
         extent = self._lend_released(backend, nbytes, wanted)
         if extent is None:
             ranges, after = self._find(backend, nbytes)
@@ -183,25 +189,30 @@ class Pool:
         idle = self._idle.get(wanted_bytes)
         after: tuple[Completion, ...] = ()
         if idle:
-            space = idle.pop()
+            extent = idle.pop()
         else:
             same = self._in_flight_of_size.get(wanted_bytes)
             if not same:
                 return None
-            space = next(iter(same.values()))
-            assert space.after is not None, "space in flight has a copy"
-            if not space.after.is_done():
-                if wanted_bytes <= self.arena.free_bytes or not self._is_orderable(space, backend):
+            for extent in same:  # noqa: B007  # the oldest; next(iter()) is two calls
+                break
+            copy = extent.after
+            if copy is not None and not copy.is_done():
+                if wanted_bytes <= self.arena.free_bytes or not self._is_orderable(extent, backend):
                     return None
-                after = (space.after,)
-            self._remove(space)
-        hosts = space.hosts if space.lease_bytes == nbytes else None
-        return HostExtent(self, backend, nbytes, space.ranges, after, hosts)
+                after = (copy,)
+            self._remove(extent)
+        extent.backend = backend
+        extent.free_after = after
+        extent.after = None
+        if extent.lease_bytes != nbytes:
+            extent.place(extent.ranges, nbytes)
+        return extent
 
     def _find(self, backend: DeviceBackend, nbytes: int) -> tuple[tuple[SlabRange, ...] | None, tuple[Completion, ...]]:
         """The same for a lease whose size no released space has."""
         self._give_idle()
-        while self._in_flight and self._is_done(space := next(iter(self._in_flight.values()))):
+        while self._in_flight and self._is_done(space := next(iter(self._in_flight))):
             self._collect(space)
         ranges, after = self._take(backend, nbytes)
         if ranges is None and self._in_flight:
@@ -224,20 +235,22 @@ class Pool:
 
     def take_back(self, extent: HostExtent, after: Completion | None) -> None:
         """The lease is over; its space is free once its last copy is."""
-        last = extent.written if after is None else after
-        # Space that was borrowed and never written is still under the copies it was borrowed from.
-        copies = extent.free_after if last is None else (last,)
-        if not copies:
-            space = _ReleasedSpace(extent, None)
-            self._idle.setdefault(space.nbytes, []).append(space)
+        last, nbytes = extent.written if after is None else after, extent.nbytes
+        if last is None and extent.free_after:
+            # Space that was borrowed and never written is still under the copies it was borrowed from.
+            copies = extent.free_after
+            last = copies[0] if len(copies) == 1 else _AllOf(copies)
+        extent.after, extent.free_after, extent.written = last, (), None
+        if last is None:
+            self._idle.setdefault(nbytes, []).append(extent)
         else:
-            space = _ReleasedSpace(extent, copies[0] if len(copies) == 1 else _AllOf(copies))
-            self._in_flight[id(space)] = space
-            self._of_size(space.nbytes)[id(space)] = space
-            self.in_flight_bytes += space.nbytes
-        self.used_bytes -= space.nbytes
-        extent.ranges = ()
-        extent.hosts = []
+            self._in_flight[extent] = None
+            same = self._in_flight_of_size.get(nbytes)
+            if same is None:
+                same = self._new_size(nbytes)
+            same[extent] = None
+            self.in_flight_bytes += nbytes
+        self.used_bytes -= nbytes
 
     def _give_idle(self) -> None:
         """Return all space without a copy to the arena."""
@@ -282,27 +295,25 @@ class Pool:
             self._budget.held_bytes -= dropped
             nbytes -= dropped
 
-    def _is_done(self, space: _ReleasedSpace) -> bool:
+    def _is_done(self, space: HostExtent) -> bool:
         return space.after is None or space.after.is_done()
 
-    def _collect(self, space: _ReleasedSpace) -> None:
+    def _collect(self, space: HostExtent) -> None:
         """Return space under a copy to the arena."""
         self._remove(space)
         self.arena.give(space.ranges)
 
-    def _remove(self, space: _ReleasedSpace) -> None:
+    def _remove(self, space: HostExtent) -> None:
         """Space under a copy is lent again, or free."""
-        del self._in_flight[id(space)]
-        del self._in_flight_of_size[space.nbytes][id(space)]
+        del self._in_flight[space]
+        del self._in_flight_of_size[space.nbytes][space]
         self.in_flight_bytes -= space.nbytes
 
-    def _of_size(self, nbytes: int) -> collections.OrderedDict[int, _ReleasedSpace]:
-        """The spaces of one size that are under a copy. Sizes that are gone are forgotten now and then."""
-        same = self._in_flight_of_size.get(nbytes)
-        if same is None:
-            if len(self._in_flight_of_size) > _MOST_SIZES:
-                self._in_flight_of_size = {size: some for size, some in self._in_flight_of_size.items() if some}
-            same = self._in_flight_of_size[nbytes] = collections.OrderedDict()
+    def _new_size(self, nbytes: int) -> collections.OrderedDict[HostExtent, None]:
+        """Where the spaces of a size are kept while they are under a copy. Sizes that are gone are forgotten now and then."""
+        if len(self._in_flight_of_size) > _MOST_SIZES:
+            self._in_flight_of_size = {size: some for size, some in self._in_flight_of_size.items() if some}
+        same = self._in_flight_of_size[nbytes] = collections.OrderedDict()
         return same
 
     def _borrow(
@@ -330,23 +341,21 @@ class Pool:
             ranges.extend(self.arena.take(left) or ())
         return tuple(ranges), tuple(after)
 
-    def _keep_rest(self, space: _ReleasedSpace, rest: tuple[SlabRange, ...]) -> None:
+    def _keep_rest(self, space: HostExtent, rest: tuple[SlabRange, ...]) -> None:
         """A part of the space was lent; the rest stays under its copy, and stays the oldest."""
-        space.ranges = rest
-        space.nbytes = sum(part.nbytes for part in rest)
-        space.lease_bytes = space.nbytes
-        space.hosts = self.slices(rest, space.nbytes)
-        for spaces in (self._in_flight, self._of_size(space.nbytes)):
-            spaces[id(space)] = space
-            spaces.move_to_end(id(space), last=False)
+        space.place(rest, sum([part.nbytes for part in rest]))
+        same = self._in_flight_of_size.get(space.nbytes)
+        for spaces in (self._in_flight, self._new_size(space.nbytes) if same is None else same):
+            spaces[space] = None
+            spaces.move_to_end(space, last=False)
         self.in_flight_bytes += space.nbytes
 
-    def _enough_orderable(self, backend: DeviceBackend, wanted_bytes: int) -> list[_ReleasedSpace] | None:
+    def _enough_orderable(self, backend: DeviceBackend, wanted_bytes: int) -> list[HostExtent] | None:
         """The oldest orderable spaces that have ``wanted_bytes`` together, at least one; None where all are too few."""
         if wanted_bytes > self.in_flight_bytes:
             return None
-        found: list[_ReleasedSpace] = []
-        for space in self._in_flight.values():
+        found: list[HostExtent] = []
+        for space in self._in_flight:
             if self._is_orderable(space, backend):
                 found.append(space)
                 wanted_bytes -= space.nbytes
@@ -355,12 +364,12 @@ class Pool:
         return None
 
     @staticmethod
-    def _is_orderable(space: _ReleasedSpace, backend: DeviceBackend) -> bool:
+    def _is_orderable(space: HostExtent, backend: DeviceBackend) -> bool:
         """Whether a stream of this device can be ordered after the space's copy without waiting."""
         return space.backend is backend and type(space.after) is StreamCompletion
 
-    def _orderable(self, backend: DeviceBackend) -> list[_ReleasedSpace]:
-        return [space for space in self._in_flight.values() if self._is_orderable(space, backend)]
+    def _orderable(self, backend: DeviceBackend) -> list[HostExtent]:
+        return [space for space in self._in_flight if self._is_orderable(space, backend)]
 
     def _cut(self, ranges: tuple[SlabRange, ...], nbytes: int) -> tuple[list[SlabRange], tuple[SlabRange, ...]]:
         taken: list[SlabRange] = []

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from hyper_parallel.core.activation_checkpoint.adapter import Completion, DeviceBackend, Event, FlatBytes, Stream
+if TYPE_CHECKING:
+    from hyper_parallel.core.activation_checkpoint.adapter import Completion, DeviceBackend, Event, FlatBytes, Stream
 
 __all__ = ["Lease", "Refusal", "Tier", "TierStatistics"]
 
