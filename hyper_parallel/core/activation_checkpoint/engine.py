@@ -40,11 +40,12 @@ from hyper_parallel.core.activation_checkpoint.adapter import Completion, Device
 from hyper_parallel.core.activation_checkpoint.batch import load_together, offload_together
 from hyper_parallel.core.activation_checkpoint.far.memory import FarMemory
 from hyper_parallel.core.activation_checkpoint.far.tier import Refusal
-from hyper_parallel.core.activation_checkpoint.forecast import Forecast, Reach
+from hyper_parallel.core.activation_checkpoint.forecast import Forecast, Reach, order_by_turns
 from hyper_parallel.core.activation_checkpoint.record import Lanes, Position, Record
 from hyper_parallel.core.activation_checkpoint.residency import Residency
 from hyper_parallel.core.activation_checkpoint.statistics import Counters, KeepReason
 from hyper_parallel.core.activation_checkpoint.timing import LinkClock
+from hyper_parallel.core.activation_checkpoint.turns import Turns
 
 __all__ = ["BackwardTask", "Engine"]
 
@@ -86,11 +87,19 @@ class _Shared:
 class Engine:
     """The swap schedule of one device under one set of settings."""
 
-    def __init__(self, backend: DeviceBackend, config: SwapConfig, far: FarMemory, counters: Counters) -> None:
+    def __init__(
+        self,
+        backend: DeviceBackend,
+        config: SwapConfig,
+        far: FarMemory,
+        counters: Counters,
+        turns: Turns | None = None,
+    ) -> None:
         self.backend = backend
         self.config = config
         self.far = far
         self.counters = counters
+        self.turns = turns or Turns()
         self.clock = LinkClock(backend, counters)
         self.lanes = Lanes(backend)
         self._lock = threading.RLock()
@@ -156,6 +165,7 @@ class Engine:
             storage_key=storage_key,
             source_is_unchanged=source_is_unchanged,
         )
+        record.pass_key = self.turns.packing
         with self._lock:
             key = storage_key if share_key is None else share_key
             if key is not None and is_alive is not None:
@@ -381,14 +391,34 @@ class Engine:
             return None
         forecast = self._forecasts.get(task.key)
         if forecast is None:
-            far = [record for record in self.live_records() if record.residency in (Residency.HOST, Residency.D2H)]
-            forecast = Forecast(far, task.reach()) if far else Forecast((), lambda _first, _last: False)
-            self._forecasts[task.key] = forecast
+            forecast = self._forecasts[task.key] = self._new_forecast(task)
             task.at_end(functools.partial(self.end_of_task, task.key))
             if len(self._forecasts) > _MOST_OPEN_TASKS:
                 # A backward that raised never reports its end.
                 self.end_of_task(next(iter(self._forecasts)))
         return forecast
+
+    def _new_forecast(self, task: BackwardTask | None) -> Forecast:
+        """What the backward that runs will need, and after it what the backwards to come will, where a schedule knows them."""
+        live = self.live_records()
+        far = [record for record in live if record.residency in (Residency.HOST, Residency.D2H)]
+        later = order_by_turns(far, self.turns)
+        rest = [record for record in far if record.pass_key is None] if later else far
+        reach = task.reach() if rest and task is not None else lambda _first, _last: False
+        forecast = Forecast(rest, reach, later)
+        if (
+            self.turns.is_known
+        ):  # what an earlier backward loaded ahead for this one and later ones counts as ahead here
+            for record in live:
+                if record.ahead_in is not None and record.ahead_in not in self._forecasts.values():
+                    forecast.loaded(record)
+        return forecast
+
+    def prefetch_next_turn(self) -> None:
+        """The next backward of a known schedule is near: its loads begin before its first value is asked for."""
+        with self._lock:
+            self._run_ahead(self._new_forecast(None), None, least_bytes=self.prefetch_bytes)
+            self._account()
 
     def _make_readable(self, record: Record, *, is_first_use: bool) -> None:
         if record.residency is Residency.D2H:
@@ -563,7 +593,8 @@ class Engine:
                 return
             for record in forecast.touched():
                 record.is_wanted = False
-                self._drop_copied_bytes(record)
+                if record.ahead_in is None or not self.turns.is_later(record.pass_key):
+                    self._drop_copied_bytes(record)
             self._trim_to_window()
             self.clock.read_finished()
 

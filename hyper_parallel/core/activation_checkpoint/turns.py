@@ -1,0 +1,50 @@
+"""The order in which the backwards of several micro-batches will run, where a schedule knows it.
+
+Without it the engine knows the backward that runs, and nothing of the next: what that needs comes back when it begins, and its
+first value is late. With it, every record knows its *pass* (one micro-batch through one stage), every pass its turns, and loads
+run ahead across the end of a backward, in the order of the backwards to come. A wrong order costs time, never a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["Turns"]
+
+
+class Turns:
+    """What the schedule of a pipeline says; empty outside of its steps."""
+
+    def __init__(self) -> None:
+        self.packing: Hashable | None = None  # the pass whose forward runs now
+        self._now = 0
+        self._turns: Mapping[Any, Sequence[int]] = {}
+
+    def begin(self, turns: Mapping[Any, Sequence[int]]) -> None:
+        """A step begins, in which the backwards of each pass have these turns, in rising order."""
+        self._turns, self._now, self.packing = turns, 0, None
+
+    def end(self) -> None:
+        """The step is over; what is saved from here on belongs to no pass."""
+        self.begin({})
+
+    def advance(self, now: int) -> None:
+        """Turns before ``now`` are over."""
+        self._now = now
+
+    @property
+    def is_known(self) -> bool:
+        """Whether a schedule has said its order."""
+        return bool(self._turns)
+
+    def next_of(self, key: Hashable | None) -> int | None:
+        """The next turn of a pass; None where it has none, or is none."""
+        if key is None:
+            return None
+        return next((turn for turn in self._turns.get(key, ()) if turn >= self._now), None)
+
+    def is_later(self, key: Hashable | None) -> bool:
+        """Whether a pass has its next turn after the one that runs."""
+        turn = self.next_of(key)
+        return turn is not None and turn > self._now
