@@ -76,7 +76,7 @@ class _Seen:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     output_gradients: dict[int, Any] = dataclasses.field(default_factory=dict)  # by number of the output
-    loss_args: tuple[Any, ...] | None = None  # what the loss function gets beside the output
+    loss_args: Any = None  # a tuple: what the loss function gets beside the output
     loss_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     has_run: bool = False
 
@@ -104,6 +104,7 @@ class PipelineFit:
         self._world: World = self._backend.world() or OneProcess()
         self._first_of_group = 0  # the first rank that holds the same stages
         self._planning: RankPlanning | None = None
+        self._left_bytes: dict[int, int] = {}  # by stage: what a finished micro-batch leaves behind until the step ends
         self._margin = 0
         self._misses = 0
 
@@ -165,6 +166,18 @@ class PipelineFit:
 
         return step
 
+    def _left_behind(self, index: int, seen: _Seen) -> int:
+        """torch's schedules hold every loss until the step ends, and a loss holds a part of its graph."""
+        meter = self._meter()
+        stage, loss_fn = self._stages[index], self._schedule._loss_fn
+        before = meter.active_bytes()
+        loss = loss_fn(
+            stage.submod(*_as_leaves(seen.args), **_as_leaves(seen.kwargs)), *seen.loss_args, **seen.loss_kwargs
+        )
+        loss.backward()
+        meter.wait()
+        return max(0, meter.active_bytes() - before)
+
     def _profiled(self, seen: Mapping[int, _Seen]) -> tuple[dict[int, Profile], int]:
         """The profile of each stage, for the worst of the ranks that hold the same stages; and the least budget of those."""
 
@@ -181,6 +194,11 @@ class PipelineFit:
                     agrees=lambda here: all(self._world.gather(here)),
                 )
                 for index, stage in self._stages.items()
+            }
+            self._left_bytes = {
+                index: self._left_behind(index, seen[index])
+                for index, stage in self._stages.items()
+                if stage.is_last and profiles[index].measured.under == "none"
             }
             return tuple(self._stages), profiles, budget
 
@@ -236,7 +254,7 @@ class PipelineFit:
         def work() -> RankPlan | BudgetTooSmallError | None:
             if self._first_of_group != self._world.rank:
                 return None
-            self._planning = self._planning or RankPlanning(profiles, self._order)
+            self._planning = self._planning or RankPlanning(profiles, self._order, left_bytes=self._left_bytes)
             try:
                 return self._planning.plan(budget, margin_bytes=self._margin)
             except BudgetTooSmallError as error:

@@ -27,7 +27,7 @@ class ScheduleWatch:
         self._turns = turns_of(order)
         self._positions = {action: position for position, action in enumerate(order)}
         self._before_step = before_step
-        self._put_on: list[tuple[Any, str]] = []
+        self._put_on: list[tuple[Any, str, Any]] = []  # what it is on, and what was there
         self._is_in_step = False
         self.step = schedule.step  # the schedule's own
 
@@ -41,14 +41,17 @@ class ScheduleWatch:
                     self._replace(stage, name, functools.partial(self._backward, stage, getattr(stage, name), name))
 
     def _replace(self, target: Any, name: str, function: Callable[..., Any]) -> None:
+        self._put_on.append((target, name, vars(target).get(name)))
         setattr(target, name, function)
-        self._put_on.append((target, name))
 
     def remove(self) -> None:
         """Watch no more; nothing happens the second time."""
         while self._put_on:
-            target, name = self._put_on.pop()
-            vars(target).pop(name, None)
+            target, name, before = self._put_on.pop()
+            if before is None:
+                delattr(target, name)
+            else:
+                setattr(target, name, before)
 
     # ------------------------------------------------------------------ in the place of the schedule's and the stages' methods
 

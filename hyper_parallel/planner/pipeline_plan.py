@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 from hyper_parallel.config import show_bytes
@@ -17,7 +18,7 @@ from hyper_parallel.planner.block_trace import LEFT_ALONE
 from hyper_parallel.planner.corrections import Corrections
 from hyper_parallel.planner.moves import Solution
 from hyper_parallel.planner.pipeline_order import Action, ActionKind, Order, most_in_flight, shortened
-from hyper_parallel.planner.pipeline_simulator import PipelineSimulator, StagePart
+from hyper_parallel.planner.pipeline_simulator import PipelineSimulator, PipelineStep, StagePart
 from hyper_parallel.planner.plan import BlockPlan, Plan
 from hyper_parallel.planner.plan_choices import solution_of
 from hyper_parallel.planner.planning import Planning, calibrated
@@ -29,7 +30,8 @@ from hyper_parallel.records.step_measure import StepMeasure
 
 __all__ = ["RankPlan", "RankPlanning", "joined_profile"]
 
-_EFFORT: Final = 0.5  # of a search: a step of a pipeline is several steps to simulate
+_EFFORT: Final = 1.0  # of a search: a step of a pipeline is several steps to simulate
+_NOTHING: Final[Mapping[int, int]] = MappingProxyType({})
 _MOST_FITTING: Final = 1024  # micro-batches; more are not counted
 
 
@@ -68,7 +70,9 @@ def _counted(fitting: int) -> str:
     return f"{_MOST_FITTING} or more" if fitting >= _MOST_FITTING else str(fitting)
 
 
-def joined_profile(profiles: Mapping[int, Profile]) -> tuple[Profile, tuple[StagePart, ...]]:
+def joined_profile(
+    profiles: Mapping[int, Profile], left_bytes: Mapping[int, int] = _NOTHING
+) -> tuple[Profile, tuple[StagePart, ...]]:
     """One profile of a rank's stages, and where each stage is in it.
 
     Everything that lived on the device while a stage was profiled is in its base, the other stages' weights too.
@@ -91,6 +95,7 @@ def joined_profile(profiles: Mapping[int, Profile]) -> tuple[Profile, tuple[Stag
                 stop_block=len(blocks),
                 prologue=profile.prologue,
                 epilogue=profile.epilogue,
+                left_bytes=left_bytes.get(stage, 0),
             )
         )
     own = [profile.base for profile in profiles.values()]
@@ -117,16 +122,24 @@ _PARTS: Final = ("weights", "gradients", "optimizer")
 class RankPlanning:
     """Plans for one rank; what was measured of one is known to the next."""
 
-    def __init__(self, profiles: Mapping[int, Profile], order: Order, *, is_swap_allowed: bool = True) -> None:
+    def __init__(
+        self,
+        profiles: Mapping[int, Profile],
+        order: Order,
+        *,
+        corrections: Corrections | None = None,
+        left_bytes: Mapping[int, int] = _NOTHING,
+        is_swap_allowed: bool = True,
+    ) -> None:
         self._profiles = dict(sorted(profiles.items()))
-        self.profile, self._parts = joined_profile(self._profiles)
+        self.profile, self._parts = joined_profile(self._profiles, left_bytes)
         if not is_swap_allowed:
             engine = dataclasses.replace(self.profile.engine, min_bytes=2**62)
             self.profile = dataclasses.replace(self.profile, engine=engine)
         self.order = order
         self._short = shortened(order)
         self._planning = Planning(self.profile, simulator=self._short_simulator)
-        self._corrections = _corrections_of(self._profiles.values())
+        self._corrections = corrections or _corrections_of(self._profiles.values())
         self._is_first = True
 
     def _short_simulator(self, profile: Profile, corrections: Corrections) -> PipelineSimulator:
@@ -147,6 +160,11 @@ class RankPlanning:
             named.smallest_peak_bytes = error.smallest_peak_bytes
             raise named from None
         return self.finished(plan)
+
+    def untouched(self) -> PipelineStep:
+        """The rank's step with nothing recomputed or swapped."""
+        simulator = PipelineSimulator(self.profile, self._parts, self.order, self._corrections)
+        return simulator.run_order((LEFT_ALONE,) * len(self.profile.blocks), self.profile.engine)
 
     def finished(self, plan: Plan) -> RankPlan:
         """A plan of the whole rank, by stage, with the seconds of the whole order."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from hyper_parallel.planner.block_trace import SAVED, BlockTrace, Choice
+from hyper_parallel.planner.block_trace import HEAD, SAVED, BlockTrace, Choice
 from hyper_parallel.planner.corrections import Corrections
 from hyper_parallel.planner.pipeline_order import Action, ActionKind, Order, Pass, turns_of
 from hyper_parallel.planner.profile import EngineSettings, Profile, Segment
@@ -36,6 +36,7 @@ class StagePart:
     stop_block: int
     prologue: Segment
     epilogue: Segment
+    left_bytes: int = 0  # what a pass leaves behind until the step ends: the graph of its loss
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,6 +91,7 @@ class _RankSimulation(Simulation):
         self._rank = simulator
         self._of_pass: dict[Pass, list[list[SimulatedRecord]]] = {}
         self._held: dict[Pass, int] = {}  # what a first half freed, by pass, until the second half is over
+        self._left = 0
         self._compute = self._replay = 0.0
         self.action_seconds: dict[Action, float] = {}
 
@@ -106,6 +108,7 @@ class _RankSimulation(Simulation):
                 self._forecast_from(position)
             self._act(action)
             self.action_seconds[action] = self.now - began
+        self._add_bytes(HEAD, -self._left)
         self._end_moment(unexplained)
         self.moments.append(0)
         return self._result()
@@ -141,6 +144,8 @@ class _RankSimulation(Simulation):
             self._backward(block, self.traces[block])
         self._segment_backward(part.prologue, -1)
         del self._of_pass[action.key]
+        self._left += part.left_bytes
+        self._add_bytes(HEAD, part.left_bytes)
         if action.kind is ActionKind.INPUT:  # rule 2
             self._held[action.key] = held = max(0, before - self.live)
             self._add_bytes(SAVED, held)

@@ -165,8 +165,8 @@ class Engine:
             storage_key=storage_key,
             source_is_unchanged=source_is_unchanged,
         )
-        record.pass_key = self.turns.packing
         with self._lock:
+            self._add_pass(record)
             key = storage_key if share_key is None else share_key
             if key is not None and is_alive is not None:
                 self._remember(key, _Shared(record, version, is_alive))
@@ -183,8 +183,15 @@ class Engine:
     def share(self, record: Record) -> None:
         """Count a save that an existing record serves."""
         record.shares += 1
+        self._add_pass(record)
         self.counters.add("shared_copies", 1)
         self.counters.add("shared_bytes", record.nbytes)
+
+    def _add_pass(self, record: Record) -> None:
+        """The record is needed by the pass whose forward runs now, where a schedule says which that is."""
+        key = self.turns.packing
+        if key is not None and key not in record.passes:
+            record.passes = (*record.passes, key)
 
     def enqueue(self, record: Record) -> None:
         """Let a record leave that stayed so far."""
@@ -403,7 +410,7 @@ class Engine:
         live = self.live_records()
         far = [record for record in live if record.residency in (Residency.HOST, Residency.D2H)]
         later = order_by_turns(far, self.turns)
-        rest = [record for record in far if record.pass_key is None] if later else far
+        rest = [record for record in far if not record.passes] if later else far
         reach = task.reach() if rest and task is not None else lambda _first, _last: False
         forecast = Forecast(rest, reach, later)
         if (
@@ -466,24 +473,23 @@ class Engine:
             return
         here = forecast.ahead_bytes()
         if self._in_flight:
-            here = self._keep_wanted_soon(forecast, here, least_bytes=least_bytes)
+            self._keep_wanted_soon(forecast, here, least_bytes=least_bytes)
             self._trim_to_window()
         self._prefetch(forecast, group, here, least_bytes=least_bytes)
 
-    def _keep_wanted_soon(self, forecast: Forecast, here: int, *, least_bytes: int) -> int:
-        """Keep what backward needs within ``least_bytes`` and has not left yet; returns the bytes that are ahead then."""
-        soon = here  # with what is far and is loaded next
+    def _keep_wanted_soon(self, forecast: Forecast, soon: int, *, least_bytes: int) -> None:
+        """Keep what backward needs within ``least_bytes`` and has not left yet; ``soon`` are ahead already.
+
+        What is kept counts as ahead when the forecast's head comes to it: until then it must not hold up nearer loads.
+        """
         for record in forecast.next_ones():
             if soon >= least_bytes:
                 break
             if record.residency is Residency.D2H:
                 record.cancel_offload()
-                forecast.loaded(record)
-                here += record.nbytes
                 soon += record.nbytes
-            elif record.residency is Residency.HOST:
+            elif record.residency is Residency.HOST or record.ahead_in is None:
                 soon += record.nbytes
-        return here
 
     def _prefetch(self, forecast: Forecast, group: object | None, ahead: int, *, least_bytes: int) -> None:
         """Load what is wanted next, in batches, until ``least_bytes`` are ahead. The last batch waits until it is whole."""
@@ -500,6 +506,7 @@ class Engine:
             if record.residency is Residency.D2H:
                 # Wanted soon: what is still here need not go and come back.
                 record.cancel_offload()
+            if record.residency is Residency.DEVICE and record.ahead_in is None:
                 forecast.loaded(record)
                 ahead += record.nbytes
             elif record.residency is Residency.HOST:
@@ -593,7 +600,7 @@ class Engine:
                 return
             for record in forecast.touched():
                 record.is_wanted = False
-                if record.ahead_in is None or not self.turns.is_later(record.pass_key):
+                if record.ahead_in is None or not self.turns.is_later(record.passes):
                     self._drop_copied_bytes(record)
             self._trim_to_window()
             self.clock.read_finished()

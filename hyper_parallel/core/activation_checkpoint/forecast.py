@@ -30,7 +30,7 @@ def prefetch_order(records: Iterable[Record], reach: Reach) -> list[Record]:
 
 def order_by_turns(records: Iterable[Record], turns: Turns) -> list[Record]:
     """The records of the passes whose backwards run now or later, those first that are needed first."""
-    found = [(turn, record) for record in records if (turn := turns.next_of(record.pass_key)) is not None]
+    found = [(turn, record) for record in records if (turn := turns.next_of(record.passes)) is not None]
     found.sort(key=lambda row: (row[0], -row[1].position.sequence, row[1].index))
     return [record for _, record in found]
 

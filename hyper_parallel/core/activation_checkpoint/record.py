@@ -87,7 +87,7 @@ class Record:
         "lease",
         "nbytes",
         "out",
-        "pass_key",
+        "passes",
         "position",
         "residency",
         "shares",
@@ -134,7 +134,7 @@ class Record:
         self.shares = 0  # saves beyond the first that this record serves
         self.source_is_unchanged = source_is_unchanged
         self.snapshot_is_exact = False  # the far copy was ordered before anything that changed the source
-        self.pass_key: Hashable | None = None  # of a pipeline: the micro-batch and stage whose forward saved it
+        self.passes: tuple[Hashable, ...] = ()  # of a pipeline: those whose forward saved it
         self.ahead_in: Forecast | None = None  # the forecast that had it loaded and has not asked for it yet
         engine.ledger.append(nbytes)
         engine.live[id(self)] = weakref.ref(self)

@@ -38,13 +38,12 @@ class Turns:
         """Whether a schedule has said its order."""
         return bool(self._turns)
 
-    def next_of(self, key: Hashable | None) -> int | None:
-        """The next turn of a pass; None where it has none, or is none."""
-        if key is None:
-            return None
-        return next((turn for turn in self._turns.get(key, ()) if turn >= self._now), None)
+    def next_of(self, passes: Sequence[Hashable]) -> int | None:
+        """The first turn of these passes that is not over; None where there is none."""
+        found = [turn for key in passes for turn in self._turns.get(key, ()) if turn >= self._now]
+        return min(found, default=None)
 
-    def is_later(self, key: Hashable | None) -> bool:
-        """Whether a pass has its next turn after the one that runs."""
-        turn = self.next_of(key)
+    def is_later(self, passes: Sequence[Hashable]) -> bool:
+        """Whether the next turn of these passes comes after the one that runs."""
+        turn = self.next_of(passes)
         return turn is not None and turn > self._now
