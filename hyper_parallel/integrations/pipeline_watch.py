@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
-from hyper_parallel.planner.pipeline_order import Action, ActionKind, Order, turns_of
+from hyper_parallel.planner.pipeline_order import Action, ActionKind, Order, loads_begin, turns_of
 
 __all__ = ["ScheduleWatch"]
 
@@ -99,7 +99,6 @@ class ScheduleWatch:
         if position is None or not manager.turns.is_known:
             return False
         manager.turns.advance(position)
-        following = self._order[position : position + 2]
-        if any(each.kind is not ActionKind.FORWARD for each in following):
-            manager.prefetch_next_turn()
+        if loads_begin(self._order, position):
+            manager.prefetch_next_turn(is_whole=action.kind is ActionKind.WEIGHT)
         return True

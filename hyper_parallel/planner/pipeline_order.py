@@ -25,6 +25,7 @@ __all__ = [
     "gpipe_order",
     "in_flight",
     "interleaved_order",
+    "loads_begin",
     "makespan",
     "most_in_flight",
     "one_f_one_b_order",
@@ -154,6 +155,15 @@ def turns_of(order: Order) -> dict[Pass, tuple[int, ...]]:
         if action.kind is not _FORWARD:
             found[action.key] = (*found.get(action.key, ()), position)
     return found
+
+
+def loads_begin(order: Order, position: int) -> bool:
+    """Whether loads for the next backward begin with this action: it is one, or the next one is, of a pass that is alive."""
+    action = order[position]
+    if action.kind is not _FORWARD:
+        return True
+    following = order[position + 1] if position + 1 < len(order) else action
+    return following.kind is not _FORWARD and following.key != action.key
 
 
 def shortened(order: Order) -> Order:

@@ -6,8 +6,8 @@ left out, so copies hide behind its own work only.
 
 Rules beside those of ``step_simulator``
 ----------------------------------------
-1. At the beginning of a backward, and of the forward right before one, loads are started in the order of the backwards to come
-   until ``prefetch_bytes`` are ahead. They go on across the end of a backward.
+1. At the beginning of a backward, and of a forward right before one of another pass, loads are started in the order of the
+   backwards to come, until ``prefetch_bytes`` are ahead. They go on across the end of a backward.
 2. A backward in two halves takes half of the backward's seconds each; what its first half frees stays until the second.
 3. The whole step is one moment of the corrections: that of the blocks' backward.
 """
@@ -19,9 +19,9 @@ from collections.abc import Sequence
 
 from hyper_parallel.planner.block_trace import HEAD, SAVED, BlockTrace, Choice
 from hyper_parallel.planner.corrections import Corrections
-from hyper_parallel.planner.pipeline_order import Action, ActionKind, Order, Pass, turns_of
+from hyper_parallel.planner.pipeline_order import Action, ActionKind, Order, Pass, loads_begin, turns_of
 from hyper_parallel.planner.profile import EngineSettings, Profile, Segment
-from hyper_parallel.planner.simulated_copies import FAR, LEAVING, SimulatedRecord
+from hyper_parallel.planner.simulated_copies import CANCELLED, COMING, FAR, LEAVING, SimulatedRecord
 from hyper_parallel.planner.step_simulator import ExplainedSimulation, SimulatedStep, Simulation, StepSimulator
 
 __all__ = ["PipelineSimulator", "PipelineStep", "StagePart"]
@@ -103,8 +103,7 @@ class _RankSimulation(Simulation):
         order = self._rank.order
         for position, action in enumerate(order):
             began = self.now
-            is_forward = action.kind is ActionKind.FORWARD
-            if not is_forward or (position + 1 < len(order) and order[position + 1].kind is not ActionKind.FORWARD):
+            if loads_begin(order, position):
                 self._forecast_from(position)
             self._act(action)
             self.action_seconds[action] = self.now - began
@@ -175,8 +174,11 @@ class _RankSimulation(Simulation):
             for _, key in sorted(later)
             for block in reversed(range(len(self.traces)))
             for record in self.traces[block].wanted
-            if record < len(self._of_pass[key][block]) and self._of_pass[key][block][record].state in (LEAVING, FAR)
+            if record < len(self._of_pass[key][block])
+            and self._of_pass[key][block][record].state in (LEAVING, FAR, COMING, CANCELLED)
         ]
+        for record in self.forecast:  # what came early counts where it stands in the order
+            self._not_ahead(record)
         self.next_load = 0
         if self.forecast:
             self._prefetch()

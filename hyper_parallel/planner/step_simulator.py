@@ -359,11 +359,18 @@ class Simulation:
             self._load(record)
             self.now = max(self.now, record.in_end)
         elif record.state == COMING:
-            self.ahead -= record.nbytes
             self.now = max(self.now, record.in_end)
-        elif record.state == CANCELLED:
-            self.ahead -= record.nbytes
+        self._not_ahead(record)
         self._prefetch()
+
+    def _not_ahead(self, record: SimulatedRecord) -> None:
+        if record.is_ahead:
+            record.is_ahead = False
+            self.ahead -= record.nbytes
+
+    def _count_ahead(self, record: SimulatedRecord) -> None:
+        record.is_ahead = True
+        self.ahead += record.nbytes
 
     def _make_forecast(self) -> None:
         self.forecast = [
@@ -384,10 +391,10 @@ class Simulation:
                     return
                 if record.state == LEAVING:  # rule 4
                     record.state = CANCELLED
-                    self.ahead += record.nbytes
                 elif record.state == FAR:
                     self._load(record)
-                    self.ahead += record.nbytes
+                if record.state in (CANCELLED, COMING) and not record.is_ahead:
+                    self._count_ahead(record)
             self.next_load += 1
 
     def _load(self, record: SimulatedRecord) -> None:
@@ -412,8 +419,7 @@ class Simulation:
             record.state = GONE
 
     def _end(self, record: SimulatedRecord) -> None:
-        if record.state in (COMING, CANCELLED) and not record.is_wanted:  # loaded ahead, and nothing read it
-            self.ahead -= record.nbytes
+        self._not_ahead(record)  # nothing read it
         record.is_wanted = True  # from here the forecast passes over it
         if record.state in ON_DEVICE:
             if record.far is not None:

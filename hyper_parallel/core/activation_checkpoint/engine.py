@@ -408,23 +408,33 @@ class Engine:
     def _new_forecast(self, task: BackwardTask | None) -> Forecast:
         """What the backward that runs will need, and after it what the backwards to come will, where a schedule knows them."""
         live = self.live_records()
+        here: list[
+            Record
+        ] = []  # loaded ahead by an earlier backward, and not asked for: it counts where it comes in the order
+        if self.turns.is_known:
+            is_open = self._forecasts.values()
+            here = [record for record in live if record.ahead_in is not None and record.ahead_in not in is_open]
+            for record in here:
+                if record.ahead_in is not None:
+                    record.ahead_in.asked(record)
         far = [record for record in live if record.residency in (Residency.HOST, Residency.D2H)]
-        later = order_by_turns(far, self.turns)
+        later = order_by_turns((*far, *here), self.turns)
         rest = [record for record in far if not record.passes] if later else far
         reach = task.reach() if rest and task is not None else lambda _first, _last: False
-        forecast = Forecast(rest, reach, later)
-        if (
-            self.turns.is_known
-        ):  # what an earlier backward loaded ahead for this one and later ones counts as ahead here
-            for record in live:
-                if record.ahead_in is not None and record.ahead_in not in self._forecasts.values():
-                    forecast.loaded(record)
-        return forecast
+        return Forecast(rest, reach, later)
 
-    def prefetch_next_turn(self) -> None:
-        """The next backward of a known schedule is near: its loads begin before its first value is asked for."""
+    def prefetch_next_turn(self, *, is_whole: bool) -> None:
+        """The next backward of a known schedule is near: its loads begin before its first value is asked for.
+
+        ``is_whole``: everything that this turn needs is loaded at once. Of a backward in two halves the second one runs as
+        many small backwards, in an order that is not known.
+        """
         with self._lock:
-            self._run_ahead(self._new_forecast(None), None, least_bytes=self.prefetch_bytes)
+            least_bytes = self.prefetch_bytes
+            if is_whole:
+                needed = [record for record in self.live_records() if self.turns.is_now(record.passes)]
+                least_bytes = max(least_bytes, sum(record.nbytes for record in needed))
+            self._run_ahead(self._new_forecast(None), None, least_bytes=least_bytes)
             self._account()
 
     def _make_readable(self, record: Record, *, is_first_use: bool) -> None:
@@ -506,7 +516,7 @@ class Engine:
             if record.residency is Residency.D2H:
                 # Wanted soon: what is still here need not go and come back.
                 record.cancel_offload()
-            if record.residency is Residency.DEVICE and record.ahead_in is None:
+            if record.residency in (Residency.DEVICE, Residency.H2D) and record.ahead_in is None:
                 forecast.loaded(record)
                 ahead += record.nbytes
             elif record.residency is Residency.HOST:
@@ -600,7 +610,7 @@ class Engine:
                 return
             for record in forecast.touched():
                 record.is_wanted = False
-                if record.ahead_in is None or not self.turns.is_later(record.passes):
+                if self.turns.next_of(record.passes) is None:  # else it is needed again, or dies with the graph
                     self._drop_copied_bytes(record)
             self._trim_to_window()
             self.clock.read_finished()

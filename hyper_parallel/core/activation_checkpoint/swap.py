@@ -96,10 +96,10 @@ class SwapManager:
         for engine in self._engines.values():
             engine.start_prefetch(task, is_near=engine in engines)
 
-    def prefetch_next_turn(self) -> None:
+    def prefetch_next_turn(self, *, is_whole: bool) -> None:
         """The next backward that a pipeline's schedule named is near."""
         for engine in self._engines.values():
-            engine.prefetch_next_turn()
+            engine.prefetch_next_turn(is_whole=is_whole)
 
     def trim_windows(self) -> None:
         """Values were saved on the device by others than the schedules: every engine checks its window again."""

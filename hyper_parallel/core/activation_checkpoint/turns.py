@@ -43,7 +43,6 @@ class Turns:
         found = [turn for key in passes for turn in self._turns.get(key, ()) if turn >= self._now]
         return min(found, default=None)
 
-    def is_later(self, passes: Sequence[Hashable]) -> bool:
-        """Whether the next turn of these passes comes after the one that runs."""
-        turn = self.next_of(passes)
-        return turn is not None and turn > self._now
+    def is_now(self, passes: Sequence[Hashable]) -> bool:
+        """Whether these passes have the turn that runs."""
+        return self.next_of(passes) == self._now
