@@ -122,10 +122,14 @@ class Treated:
 
     def remove(self) -> None:
         """Put the models back as they were; nothing happens the second time."""
-        while self._handles:
-            self._handles.pop().remove()
+        self._remove_handles()
         while self._paused:
             self._paused.pop().gradient_checkpointing = True
+
+    def _remove_handles(self) -> None:
+        """Take the treatment off. The models' own gradient checkpointing stays off."""
+        while self._handles:
+            self._handles.pop().remove()
 
     def _pause_own_checkpointing(self, model: Model) -> None:
         for module in getattr(model, "modules", tuple)():

@@ -25,7 +25,7 @@ from hyper_parallel.planner.step_simulator import StepSimulator
 from hyper_parallel.records.prediction import Prediction
 from hyper_parallel.records.step_measure import StepMeasure
 
-__all__ = ["Planning", "plan_memory", "untouched_prediction", "written_plan"]
+__all__ = ["Planning", "calibrated", "plan_memory", "untouched_prediction", "written_plan"]
 
 Search: TypeAlias = Callable[[Solver, int, float], Answer]  # (solver, budget, effort)
 
@@ -64,8 +64,15 @@ def plan_memory(
 class Planning:
     """Plans of one profile. What was found and measured before is where the next search starts."""
 
-    def __init__(self, profile: Profile, workers: SearchWorkers | None = None) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        workers: SearchWorkers | None = None,
+        *,
+        simulator: Callable[[Profile, Corrections], StepSimulator] = StepSimulator,
+    ) -> None:
         self._profile = profile
+        self._simulator = simulator
         self._workers = workers
         self._solver: Solver | None = None
         self._has_searched = False
@@ -78,7 +85,7 @@ class Planning:
         """See ``plan_memory``. ``margin_bytes``: what the plan leaves free of the budget, in its own prediction."""
         asked = budget - margin_bytes
         if corrections is None:
-            corrections = self._corrections or _calibrated(self._profile, budget)
+            corrections = self._corrections or calibrated(self._profile, budget)
         solver = self._solver_with(corrections, asked)
         is_first, self._has_searched = not self._has_searched, True
         search, share = (self._first, 1.0) if is_first else (self._fitting, _SECOND_LOOK)
@@ -106,11 +113,11 @@ class Planning:
 
     def solver(self, budget: int) -> Solver:
         """A solver with everything that is known by now."""
-        return self._solver_with(self._corrections or _calibrated(self._profile, budget), budget)
+        return self._solver_with(self._corrections or calibrated(self._profile, budget), budget)
 
     def _solver_with(self, corrections: Corrections, budget: int) -> Solver:
         if self._solver is None:
-            self._solver = Solver(StepSimulator(self._profile, corrections))
+            self._solver = Solver(self._simulator(self._profile, corrections))
         elif corrections != self._solver.simulator.corrections:
             self._solver = self._solver.corrected(corrections, budget)
         self._corrections = corrections
@@ -129,7 +136,7 @@ class Planning:
         corrections = corrections.with_peak(predicted.moments, measured.peak_bytes, measured.moments)
         if seconds is not None:
             if self._calibration is None:
-                prior = _calibrated(self._profile, plan.budget_bytes)
+                prior = calibrated(self._profile, plan.budget_bytes)
                 self._calibration = Calibration(solver.simulator, prior)
                 self._add_untouched(solver, self._calibration)
             self._calibration.add(solution, seconds)
@@ -188,7 +195,7 @@ def written_plan(solver: Solver, answer: Answer, budget: int, *, what_if: tuple[
     )
 
 
-def _calibrated(profile: Profile, budget: int) -> Corrections:
+def calibrated(profile: Profile, budget: int) -> Corrections:
     """Make the step left alone come out as it was measured.
 
     Bytes that the simulator does not explain are added to the peaks of their moment; bytes that it only imagines stay as a

@@ -172,6 +172,7 @@ class BlockKind:
     runs_from_tape: bool = False  # whether its regions replay recorded ops; False: they run Python again
     host_forward_seconds: float = 0.0  # what the host takes to issue the block left alone; 0: less than the device
     host_backward_seconds: float = 0.0
+    weight_bytes: int = 0  # of one block's parameters; 0 in profiles of earlier versions
 
     def __post_init__(self) -> None:
         require(
@@ -184,6 +185,7 @@ class BlockKind:
             "gradient_bytes",
             "host_forward_seconds",
             "host_backward_seconds",
+            "weight_bytes",
         )
         if not self.cuts:
             whole = CutRegion(module="", first_op=0, stop_op=len(self.ops))

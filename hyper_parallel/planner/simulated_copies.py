@@ -16,7 +16,7 @@ ON_DEVICE: Final = frozenset({TAIL, LEAVING, COMING, CANCELLED, STUCK})
 class SimulatedRecord:
     """A swapped value while a step is simulated."""
 
-    __slots__ = ("far", "in_end", "is_read_locally", "is_wanted", "nbytes", "out_end", "ready", "state")
+    __slots__ = ("far", "in_end", "is_ahead", "is_read_locally", "is_wanted", "nbytes", "out_end", "ready", "state")
 
     def __init__(self, nbytes: int, ready: float) -> None:
         self.nbytes = nbytes
@@ -26,6 +26,7 @@ class SimulatedRecord:
         self.in_end = 0.0
         self.is_read_locally = True
         self.is_wanted = False
+        self.is_ahead = False  # loaded, or kept, before it was asked for
         self.far: Lane | None = None
 
 

@@ -61,12 +61,13 @@ from hyper_parallel.planner.simulated_copies import (
     LEAVING,
     ON_DEVICE,
     STUCK,
+    TAIL,
     Lane,
     SimulatedRecord,
 )
 from hyper_parallel.records.moments import MomentBytes
 
-__all__ = ["StepSimulator", "SimulatedStep"]
+__all__ = ["ExplainedSimulation", "SimulatedStep", "Simulation", "StepSimulator"]
 
 _MAKING: Final = 12  # making an event costs this many times what simulating it costs
 
@@ -135,15 +136,15 @@ class StepSimulator:
         self.simulations += 1
         traces = [self.trace(block, choice) for block, choice in enumerate(choices)]
         self.cost += sum(trace.events for trace in traces)
-        return _Simulation(self, traces, settings).run()
+        return Simulation(self, traces, settings).run()
 
     def explain(self, choices: Sequence[Choice], settings: EngineSettings) -> SimulatedStep:
         """The same step, with the peak by its parts."""
         traces = [self.trace(block, choice) for block, choice in enumerate(choices)]
-        return _ExplainedSimulation(self, traces, settings).run()
+        return ExplainedSimulation(self, traces, settings).run()
 
 
-class _Simulation:
+class Simulation:
     """One step while it is simulated: the clock, the bytes and the records."""
 
     def __init__(self, simulator: StepSimulator, traces: list[BlockTrace], settings: EngineSettings) -> None:
@@ -285,8 +286,9 @@ class _Simulation:
         while self.tail_bytes > self.settings.tail_bytes:
             oldest = self.tail.popleft()
             self.tail_bytes -= oldest.nbytes
-            self._launch(oldest)
-        while self.leaving_bytes > self.settings.window_bytes:
+            if oldest.state == TAIL and not oldest.is_wanted:  # of another micro-batch: its backward may be over
+                self._launch(oldest)
+        while self.leaving and (self.leaving_bytes > self.settings.window_bytes or self.leaving[0].state != LEAVING):
             self._drop_oldest()
 
     def _launch(self, record: SimulatedRecord) -> None:
@@ -311,6 +313,8 @@ class _Simulation:
         """Rule 2."""
         record = self.leaving.popleft()
         self.leaving_bytes -= record.nbytes
+        if record.state != LEAVING:
+            return
         self.now = max(self.now, record.out_end)
         record.state = FAR
         if not record.is_read_locally:
@@ -355,11 +359,18 @@ class _Simulation:
             self._load(record)
             self.now = max(self.now, record.in_end)
         elif record.state == COMING:
-            self.ahead -= record.nbytes
             self.now = max(self.now, record.in_end)
-        elif record.state == CANCELLED:
-            self.ahead -= record.nbytes
+        self._not_ahead(record)
         self._prefetch()
+
+    def _not_ahead(self, record: SimulatedRecord) -> None:
+        if record.is_ahead:
+            record.is_ahead = False
+            self.ahead -= record.nbytes
+
+    def _count_ahead(self, record: SimulatedRecord) -> None:
+        record.is_ahead = True
+        self.ahead += record.nbytes
 
     def _make_forecast(self) -> None:
         self.forecast = [
@@ -380,10 +391,10 @@ class _Simulation:
                     return
                 if record.state == LEAVING:  # rule 4
                     record.state = CANCELLED
-                    self.ahead += record.nbytes
                 elif record.state == FAR:
                     self._load(record)
-                    self.ahead += record.nbytes
+                if record.state in (CANCELLED, COMING) and not record.is_ahead:
+                    self._count_ahead(record)
             self.next_load += 1
 
     def _load(self, record: SimulatedRecord) -> None:
@@ -408,8 +419,7 @@ class _Simulation:
             record.state = GONE
 
     def _end(self, record: SimulatedRecord) -> None:
-        if record.state in (COMING, CANCELLED) and not record.is_wanted:  # loaded ahead, and nothing read it
-            self.ahead -= record.nbytes
+        self._not_ahead(record)  # nothing read it
         record.is_wanted = True  # from here the forecast passes over it
         if record.state in ON_DEVICE:
             if record.far is not None:
@@ -421,11 +431,7 @@ class _Simulation:
 
     def _result(self) -> SimulatedStep:
         assert self.live == self.profile.base.total + self.gradients, "every byte of the step is returned"
-        segments = (self.profile.prologue, self.profile.epilogue)
-        compute = sum(trace.compute_seconds for trace in self.traces)
-        compute += sum(segment.forward_seconds + segment.backward_seconds for segment in segments)
-        compute *= self.scale
-        replay = sum(trace.replay_seconds for trace in self.traces) * self.scale
+        compute, replay = self._busy_seconds()
         busy = compute + replay + self.host_waits
         exposed = max(0.0, self.now - busy) * self.corrections.stall_cost
         return SimulatedStep(
@@ -445,6 +451,13 @@ class _Simulation:
             disk_bytes=self.lanes[1].used if len(self.lanes) > 1 else 0,
         )
 
+    def _busy_seconds(self) -> tuple[float, float]:
+        """What the device computes, and what it runs again."""
+        segments = (self.profile.prologue, self.profile.epilogue)
+        compute = sum(trace.compute_seconds for trace in self.traces)
+        compute += sum(segment.forward_seconds + segment.backward_seconds for segment in segments)
+        return compute * self.scale, sum(trace.replay_seconds for trace in self.traces) * self.scale
+
     def _parts_at_peak(self) -> tuple[int, ...]:
         return ()
 
@@ -457,7 +470,7 @@ class _Simulation:
         return f"{phase} of {self.profile.blocks[block].name}"
 
 
-class _ExplainedSimulation(_Simulation):
+class ExplainedSimulation(Simulation):
     """The same, which also counts for every part of the peak how many bytes it has."""
 
     def __init__(self, simulator: StepSimulator, traces: list[BlockTrace], settings: EngineSettings) -> None:

@@ -10,6 +10,7 @@ from hyper_parallel.config import SwapConfig, configure, parse_bytes
 
 if TYPE_CHECKING:
     from hyper_parallel.simulation.simulation import Simulation
+    from hyper_parallel.simulation.speed import DeviceSpeed
 
 __all__ = ["simulated_accelerator"]
 
@@ -19,9 +20,10 @@ def simulated_accelerator(
     timing: str = "lazy",
     seed: int = 0,
     min_bytes: int = 0,
-    tail_bytes: int = 0,
-    window_bytes: int = 65536,
+    tail_bytes: int | None = 0,
+    window_bytes: int | None = 65536,
     capacity_bytes: int | str | None = None,
+    speed: DeviceSpeed | None = None,
     **settings: Any,
 ) -> Iterator[Simulation]:
     """CPU tensors are device memory inside; copies happen when the timing says so.
@@ -34,6 +36,8 @@ def simulated_accelerator(
         window_bytes: as above; also how far loads run ahead, unless ``prefetch_bytes`` is given.
         capacity_bytes: how much memory the device has, such as ``"2MiB"``: an op whose output does not fit raises
             ``MemoryError``, and a budget of ``"90%"`` or ``"auto"`` is a share of it. None: there is no end to it.
+        speed: how fast the device is. With it, time on the device is arithmetic and the same on every machine; without it,
+            the device's time is the host's.
         **settings: any other field of :class:`SwapConfig`.
 
     Yields:
@@ -49,4 +53,5 @@ def simulated_accelerator(
     config = SwapConfig(min_bytes=min_bytes, tail_bytes=tail_bytes, window_bytes=window_bytes, **settings)
     with configure(config), current_backend().simulate(timing, seed) as simulation:
         simulation.capacity_bytes = capacity
+        simulation.timeline.speed = speed
         yield simulation

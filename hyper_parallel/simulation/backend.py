@@ -137,8 +137,8 @@ class SimulatedBackend(OneByOne):
         self._timeline.synchronize(event)
 
     def elapsed_us(self, start: SimulatedEvent, end: SimulatedEvent) -> float:
-        """Simulated time has no length."""
-        return 0.0
+        """0 where simulated time has no length."""
+        return (end.seconds - start.seconds) * 1e6
 
     # ------------------------------------------------------------------ memory
 
@@ -197,6 +197,8 @@ class SimulatedBackend(OneByOne):
             what = "copy out" if goes_out else "copy back"
             self._claim(lane, read, is_write=False, what=what)
             self._claim(lane, written, is_write=True, what=what)
+            if self._timeline.speed is not None:
+                lane.seconds += self._timeline.speed.of_copy(read.end - read.start)
             with self._memory.around_queueing(goes_out=goes_out):
                 life = self._lives.get((read if goes_out else written).key)
                 self._timeline.enqueue(lane, _Copy(self._memory, destination, source, life, goes_out=goes_out))
@@ -225,6 +227,17 @@ class SimulatedBackend(OneByOne):
         self.simulation.count_freed_bytes()
         self._timeline.drift()
         self.simulation.raise_violations()
+
+    @property
+    def has_clock(self) -> bool:
+        """Whether ops take time here."""
+        return self._timeline.speed is not None
+
+    def run_op(self, flops: int, nbytes: int) -> None:
+        """An op ran that touched so many bytes."""
+        speed = self._timeline.speed
+        if speed is not None:
+            self._timeline.compute.seconds += speed.of_op(flops, nbytes)
 
     def check_read(self, key: int, nbytes: int, *, what: str) -> None:
         """Raise when the compute stream must not read a storage yet.

@@ -38,6 +38,11 @@ class Simulation:
             self.num_holds += 1
 
     @property
+    def seconds(self) -> float:
+        """The device's clock: when its compute has done everything so far. 0 for a device without a speed."""
+        return self.timeline.compute.seconds
+
+    @property
     def live_bytes(self) -> int:
         """The device bytes that live now."""
         self.count_freed_bytes()

@@ -12,6 +12,8 @@ one writes must be ordered by these clocks. That finds a missing order even wher
 *Faults.* A test can make the device ignore single waits and events, by their numbers. It shows that the engine needs each
 of them: without it the check of accesses or a comparison of values must fail.
 
+*Time.* Where the device has a speed (``speed.py``), every stream also knows when its work is over, in seconds of the device.
+
 This file knows no framework: bytes are (key, start, end).
 """
 
@@ -25,6 +27,7 @@ from collections.abc import Callable, Collection
 from typing import Any, TypeVar, cast
 
 from hyper_parallel.errors import HyperParallelError
+from hyper_parallel.simulation.speed import DeviceSpeed
 
 __all__ = ["Access", "AccessLog", "SimulatedEvent", "SimulatedStream", "SimulationError", "Timeline"]
 
@@ -48,6 +51,7 @@ class SimulatedStream:
         self.queued = 0
         self.done = 0
         self.seen_by_host = 0  # how far the host has waited for it
+        self.seconds = 0.0  # when everything queued on it is over, where the device has a speed
 
     def __repr__(self) -> str:
         return f"<simulated stream {self.name}>"
@@ -56,12 +60,13 @@ class SimulatedStream:
 class SimulatedEvent:
     """A point on a stream: done when everything queued before it ran."""
 
-    __slots__ = ("clock", "stream", "target")
+    __slots__ = ("clock", "seconds", "stream", "target")
 
     def __init__(self, stream: SimulatedStream) -> None:
         self.stream = stream
         self.target = stream.queued
         self.clock = dict(stream.clock)
+        self.seconds = stream.seconds
 
 
 class Access:
@@ -140,6 +145,7 @@ class Timeline:
         if timing not in known:
             raise ValueError(f"simulated_accelerator: unknown timing {timing!r}; known are {', '.join(known)}")
         self.timing = timing
+        self.speed: DeviceSpeed | None = None  # None: simulated time has no length
         self._random = random.Random(seed)
         self.lock = threading.RLock()  # workers of a tier queue copies too
         self.compute = SimulatedStream("compute", runs_at_once=True)
@@ -206,6 +212,7 @@ class Timeline:
         if self._is_skipped():
             return
         _join(stream.clock, event.clock)
+        stream.seconds = max(stream.seconds, event.seconds)
         if stream is not event.stream:
             self.enqueue(stream, lambda: self._run_until(event.stream, event.target))
 

@@ -5,6 +5,7 @@ so that swapping can be tested, bitwise and deterministically, on a machine with
 """
 
 from hyper_parallel.simulation.accelerator import simulated_accelerator
+from hyper_parallel.simulation.speed import DeviceSpeed
 from hyper_parallel.simulation.streams import SimulationError
 
-__all__ = ["SimulationError", "simulated_accelerator"]
+__all__ = ["DeviceSpeed", "SimulationError", "simulated_accelerator"]

@@ -62,13 +62,14 @@ class Meter(Protocol):
 
 
 class SimulatedMeter:
-    """The simulated accelerator: its bytes are counted, its time is the host's."""
+    """The simulated accelerator: its bytes are counted; its time is the host's, or that of its own clock."""
 
     is_simulated = True
-    device_name = "simulated accelerator"
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
+        self.speed = simulation.timeline.speed
+        self.device_name = "simulated accelerator" if self.speed is None else "simulated accelerator with a clock"
 
     def active_bytes(self) -> int:
         """See :class:`Meter`."""
@@ -100,7 +101,7 @@ class SimulatedMeter:
 
     def mark(self) -> Mark:
         """See :class:`Meter`."""
-        return time.perf_counter()
+        return time.perf_counter() if self.speed is None else self._simulation.seconds
 
     def seconds(self, start: Mark, end: Mark) -> float:
         """See :class:`Meter`."""

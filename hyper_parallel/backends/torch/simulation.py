@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from hyper_parallel.backends.torch.devices import hide_from_modes, host_view, profiler_range
 from hyper_parallel.backends.torch.ops import facts_of, move_versions
@@ -108,6 +109,8 @@ class _Watch(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 self._backend.check_read(storage._cdata, storage.nbytes(), what=str(op))
         output = op(*args, **kwargs)
+        if self._backend.has_clock and facts.replay_reason != "view" and not facts.is_ignored:
+            self._backend.run_op(_flops(op, args, kwargs, output), sum(map(_nbytes, (*inputs, *_tensors(output)))))
         if facts.writes_lists:
             move_versions(facts, args, kwargs)
         for tensor in inputs:
@@ -121,6 +124,16 @@ class _Watch(TorchDispatchMode):
 
     def _touch(self, storage: torch.UntypedStorage, *, is_write: bool, what: str) -> None:
         self._backend.touch(storage._cdata, storage.nbytes(), owner=storage, is_write=is_write, what=what)
+
+
+def _flops(op: Any, args: Any, kwargs: dict[str, Any], output: Any) -> int:
+    """What torch counts for matmuls, convolutions and attention; 0 for other ops."""
+    count = flop_registry.get(getattr(op, "overloadpacket", None))
+    return 0 if count is None else int(count(*args, **kwargs, out_val=output))
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
 
 
 def _argument(args: Any, kwargs: dict[str, Any], at: int | str) -> Any:

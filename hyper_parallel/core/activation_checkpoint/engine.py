@@ -40,12 +40,13 @@ from hyper_parallel.core.activation_checkpoint.adapter import Completion, Device
 from hyper_parallel.core.activation_checkpoint.batch import load_together, offload_together
 from hyper_parallel.core.activation_checkpoint.far.memory import FarMemory
 from hyper_parallel.core.activation_checkpoint.far.tier import Refusal
-from hyper_parallel.core.activation_checkpoint.forecast import Forecast, Reach
+from hyper_parallel.core.activation_checkpoint.forecast import Forecast, Reach, order_by_turns
 from hyper_parallel.core.activation_checkpoint.record import Lanes, Position, Record
 from hyper_parallel.core.activation_checkpoint.residency import Residency
 from hyper_parallel.core.activation_checkpoint.source import Source
 from hyper_parallel.core.activation_checkpoint.statistics import Counters, KeepReason
 from hyper_parallel.core.activation_checkpoint.timing import LinkClock
+from hyper_parallel.core.activation_checkpoint.turns import Turns
 
 __all__ = ["BackwardTask", "Engine"]
 
@@ -59,6 +60,11 @@ _FEW_SHARED: Final = 64
 _MOST_BATCH_BYTES: Final = 16 * 2**20
 _BATCHES_IN_WINDOW: Final = 32  # at least: waiting for a batch must not hold much of what the window may hold
 _BATCHES_IN_PREFETCH: Final = 16  # at least: what is wanted next must not wait long for the rest of its batch
+
+
+def _reaches_nothing(_first: int, _last: int) -> bool:
+    """The reach of a backward for which nothing is far."""
+    return False
 
 
 class BackwardTask(Protocol):
@@ -77,11 +83,19 @@ class BackwardTask(Protocol):
 class Engine:
     """The swap schedule of one device under one set of settings."""
 
-    def __init__(self, backend: DeviceBackend, config: SwapConfig, far: FarMemory, counters: Counters) -> None:
+    def __init__(
+        self,
+        backend: DeviceBackend,
+        config: SwapConfig,
+        far: FarMemory,
+        counters: Counters,
+        turns: Turns | None = None,
+    ) -> None:
         self.backend = backend
         self.config = config
         self.far = far
         self.counters = counters
+        self.turns = turns or Turns()
         self.clock = LinkClock(backend, counters)
         self.lanes = Lanes(backend)
         self._lock = threading.RLock()
@@ -138,6 +152,7 @@ class Engine:
             self, device_bytes, nbytes, position=position, index=index, group=group, tag=tag, stays=stays, source=source
         )
         with self._lock:
+            self._add_pass(record)
             self.resident_bytes += nbytes
             if source is not None:
                 if len(self._shared) > self._most_shared:
@@ -153,8 +168,15 @@ class Engine:
     def share(self, record: Record) -> None:
         """Count a save that an existing record serves."""
         record.shares += 1
+        self._add_pass(record)
         self.counters.add("shared_copies", 1)
         self.counters.add("shared_bytes", record.nbytes)
+
+    def _add_pass(self, record: Record) -> None:
+        """The record is needed by the pass whose forward runs now, where a schedule says which that is."""
+        key = self.turns.packing
+        if key is not None and key not in record.passes:
+            record.passes = (*record.passes, key)
 
     def enqueue(self, record: Record) -> None:
         """Let a record leave that stayed so far."""
@@ -346,7 +368,7 @@ class Engine:
     def fetch(self, record: Record, task: BackwardTask | None) -> FlatBytes:
         """The device bytes of ``record``, ordered for the current stream. Also launches the next loads."""
         with self._lock:
-            forecast = None if task is None else self._forecasts.get(task.key) or self._new_forecast(task)
+            forecast = None if task is None else self._forecasts.get(task.key) or self._begin_forecast(task)
             is_first_use = not record.is_wanted
             record.is_wanted = task is not None
             self._make_readable(record, is_first_use=is_first_use)
@@ -375,19 +397,49 @@ class Engine:
         if not is_near and (self.config.device_bytes is None or not self.live):
             return
         with self._lock:
-            forecast = self._forecasts.get(task.key) or self._new_forecast(task)
+            forecast = self._forecasts.get(task.key) or self._begin_forecast(task)
             self._run_ahead(forecast, None, least_bytes=self.prefetch_bytes if is_near else 0)
             self._account()
 
-    def _new_forecast(self, task: BackwardTask) -> Forecast:
-        far = [record for record in self.live_records() if record.residency in (Residency.HOST, Residency.D2H)]
-        forecast = Forecast(far, task.reach()) if far else Forecast((), lambda _first, _last: False)
-        self._forecasts[task.key] = forecast
+    def _begin_forecast(self, task: BackwardTask) -> Forecast:
+        """A new backward."""
+        forecast = self._forecasts[task.key] = self._new_forecast(task)
         task.at_end(functools.partial(self.end_of_task, task.key))
         if len(self._forecasts) > _MOST_OPEN_TASKS:
             # A backward that raised never reports its end.
             self.end_of_task(next(iter(self._forecasts)))
         return forecast
+
+    def _new_forecast(self, task: BackwardTask | None) -> Forecast:
+        """What the backward that runs will need, and after it what the backwards to come will, where a schedule knows them."""
+        live = self.live_records()
+        far = [record for record in live if record.residency in (Residency.HOST, Residency.D2H)]
+        if not self.turns.is_known:
+            return Forecast(far, task.reach() if far and task is not None else _reaches_nothing)
+        # What an earlier backward had loaded ahead and did not ask for counts where it comes in the order.
+        is_open = self._forecasts.values()
+        here = [record for record in live if record.ahead_in is not None and record.ahead_in not in is_open]
+        for record in here:
+            if record.ahead_in is not None:
+                record.ahead_in.asked(record)
+        later = order_by_turns((*far, *here), self.turns)
+        rest = [record for record in far if not record.passes] if later else far
+        reach = task.reach() if rest and task is not None else _reaches_nothing
+        return Forecast(rest, reach, later)
+
+    def prefetch_next_turn(self, *, is_whole: bool) -> None:
+        """The next backward of a known schedule is near: its loads begin before its first value is asked for.
+
+        ``is_whole``: everything that this turn needs is loaded at once. Of a backward in two halves the second one runs as
+        many small backwards, in an order that is not known.
+        """
+        with self._lock:
+            least_bytes = self.prefetch_bytes
+            if is_whole:
+                needed = [record for record in self.live_records() if self.turns.is_now(record.passes)]
+                least_bytes = max(least_bytes, sum(record.nbytes for record in needed))
+            self._run_ahead(self._new_forecast(None), None, least_bytes=least_bytes)
+            self._account()
 
     def _make_readable(self, record: Record, *, is_first_use: bool) -> None:
         if record.residency is Residency.D2H:
@@ -436,7 +488,7 @@ class Engine:
             return
         here = forecast.ahead_bytes()
         if self._in_flight:
-            here = self._keep_wanted_soon(forecast, here, least_bytes=least_bytes)
+            self._keep_wanted_soon(forecast, here, least_bytes=least_bytes)
             self._trim_to_window()
         limit = least_bytes // _BATCHES_IN_PREFETCH
         if limit > _MOST_BATCH_BYTES:
@@ -444,20 +496,19 @@ class Engine:
         if here + limit <= least_bytes or group is not None or self.config.device_bytes is not None:
             self._prefetch(forecast, group, here, least_bytes=least_bytes, limit=limit)
 
-    def _keep_wanted_soon(self, forecast: Forecast, here: int, *, least_bytes: int) -> int:
-        """Keep what backward needs within ``least_bytes`` and has not left yet; returns the bytes that are ahead then."""
-        soon = here  # with what is far and is loaded next
+    def _keep_wanted_soon(self, forecast: Forecast, soon: int, *, least_bytes: int) -> None:
+        """Keep what backward needs within ``least_bytes`` and has not left yet; ``soon`` are ahead already.
+
+        What is kept counts as ahead when the forecast's head comes to it: until then it must not hold up nearer loads.
+        """
         for record in forecast.next_ones():
             if soon >= least_bytes:
                 break
             if record.residency is Residency.D2H:
                 record.cancel_offload()
-                forecast.loaded(record)
-                here += record.nbytes
                 soon += record.nbytes
-            elif record.residency is Residency.HOST:
+            elif record.residency is Residency.HOST or record.ahead_in is None:
                 soon += record.nbytes
-        return here
 
     def _prefetch(self, forecast: Forecast, group: object | None, ahead: int, *, least_bytes: int, limit: int) -> None:
         """Load what is wanted next, in batches, until ``least_bytes`` are ahead. The last batch waits until it is whole."""
@@ -471,6 +522,7 @@ class Engine:
             if record.residency is Residency.D2H:
                 # Wanted soon: what is still here need not go and come back.
                 record.cancel_offload()
+            if record.residency in (Residency.DEVICE, Residency.H2D) and record.ahead_in is None:
                 forecast.loaded(record)
                 ahead += record.nbytes
             elif record.residency is Residency.HOST:
@@ -565,7 +617,10 @@ class Engine:
                 return
             for record in forecast.touched():
                 record.is_wanted = False
-                self._drop_copied_bytes(record)
+                if (
+                    not record.passes or self.turns.next_of(record.passes) is None
+                ):  # else it is needed again, or dies with the graph
+                    self._drop_copied_bytes(record)
             self._trim_to_window()
             self.clock.read_finished()
 

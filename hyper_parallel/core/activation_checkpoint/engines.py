@@ -21,6 +21,7 @@ from hyper_parallel.core.activation_checkpoint.adapter import DeviceBackend
 from hyper_parallel.core.activation_checkpoint.engine import Engine
 from hyper_parallel.core.activation_checkpoint.far.memory import FarMemory
 from hyper_parallel.core.activation_checkpoint.statistics import Counters
+from hyper_parallel.core.activation_checkpoint.turns import Turns
 
 __all__ = ["Engines"]
 
@@ -30,8 +31,9 @@ FarKey = tuple[object, ...]
 class Engines:
     """Finds or makes the engine of a device under some settings."""
 
-    def __init__(self, counters: Counters) -> None:
+    def __init__(self, counters: Counters, turns: Turns) -> None:
         self._counters = counters
+        self._turns = turns
         self._lock = threading.RLock()
         # The weak tables find what lives; this list keeps an engine alive that has no other holder.
         self._known: weakref.WeakValueDictionary[tuple[int, SwapConfig], Engine] = weakref.WeakValueDictionary()
@@ -50,7 +52,7 @@ class Engines:
                 if engine is None:
                     # A copy of the settings: the caller's object says by its own life whether they are still used.
                     own = dataclasses.replace(config)
-                    engine = Engine(backend, own, self._far_memory(own), self._counters)
+                    engine = Engine(backend, own, self._far_memory(own), self._counters, self._turns)
                     self._known[id(backend), own] = engine
                     self._held.setdefault(_far_key(config), set()).add(engine)
         if "disk" in config.tiers:

@@ -4,6 +4,8 @@ The order is learned from execution, not declared: a record has the sequence num
 framework runs ready nodes from the highest number down, and a walk over the graph says which numbers this backward
 can reach at all (so a dead branch or another micro-batch is not brought back). Where a framework cannot show its graph,
 everything below the current number counts as reachable.
+
+Where a schedule says which backwards follow (see ``turns``), what they need comes after it, in the order of their turns.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from hyper_parallel.core.activation_checkpoint.record import Position, Record
+from hyper_parallel.core.activation_checkpoint.turns import Turns
 
-__all__ = ["Forecast", "Reach", "prefetch_order"]
+__all__ = ["Forecast", "Reach", "order_by_turns", "prefetch_order"]
 
 Reach = Callable[[int, int], bool]  # (first sequence, last sequence) -> whether backward will run a node in between
 
@@ -26,6 +29,13 @@ def prefetch_order(records: Iterable[Record], reach: Reach) -> list[Record]:
     return [wanted[at] for _, _, at in order]
 
 
+def order_by_turns(records: Iterable[Record], turns: Turns) -> list[Record]:
+    """The records of the passes whose backwards run now or later, those first that are needed first."""
+    found = [(turn, record) for record in records if (turn := turns.next_of(record.passes)) is not None]
+    found.sort(key=lambda row: (row[0], -row[1].position.sequence, row[1].index))
+    return [record for _, record in found]
+
+
 class Forecast:
     """The order for one backward, and how far ahead of it the loads are.
 
@@ -33,8 +43,9 @@ class Forecast:
     without a lock.
     """
 
-    def __init__(self, records: Iterable[Record], reach: Reach) -> None:
-        self._queue: deque[weakref.ref[Record]] = deque([record.reference for record in prefetch_order(records, reach)])
+    def __init__(self, records: Iterable[Record], reach: Reach, later: Iterable[Record] = ()) -> None:
+        ordered = (*prefetch_order(records, reach), *later)
+        self._queue: deque[weakref.ref[Record]] = deque([record.reference for record in ordered])
         self._ahead_bytes = 0
         self._touched: list[weakref.ref[Record]] = []
         self.departed: deque[int] = deque()

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
+from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any, Final
 
 from hyper_parallel.core.activation_checkpoint.adapter import (
@@ -90,6 +91,7 @@ class Record:
         "lease",
         "nbytes",
         "out",
+        "passes",
         "position",
         "prepared",
         "reference",
@@ -138,6 +140,7 @@ class Record:
         self._is_ordered = False  # the owner stream is, after the load that filled the bytes
         self.shares = 0  # saves beyond the first that this record serves
         self.snapshot_is_exact = False  # the far copy was ordered before anything that changed the source
+        self.passes: tuple[Hashable, ...] = ()  # of a pipeline: those whose forward saved it
         self.ahead_in: Forecast | None = None  # the forecast that had it loaded and has not asked for it yet
         engine.live.add(self.reference)
         self.is_wanted = False  # unpacked by the backward that runs now

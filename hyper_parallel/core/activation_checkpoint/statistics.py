@@ -168,7 +168,7 @@ class Counters:
 
     def count_recorded(self, region: Any, reason: str, recomputed_bytes: int, saved_bytes: int) -> None:
         """Count one recorded call of a region: as :meth:`count_region`, and the bytes that its tape makes again and keeps."""
-        with self._lock:
+        with self.lock:
             self.recomputed_bytes += recomputed_bytes
             self.saved_bytes += saved_bytes
         self.count_region(region, reason)

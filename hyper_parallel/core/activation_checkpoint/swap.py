@@ -33,6 +33,7 @@ from hyper_parallel.core.activation_checkpoint.swap_tensor import (
     SwapTensor,
 )
 from hyper_parallel.core.activation_checkpoint.timing import LinkSpan
+from hyper_parallel.core.activation_checkpoint.turns import Turns
 from hyper_parallel.errors import SwapStateError
 
 __all__ = [
@@ -60,6 +61,7 @@ class SwapManager:
     backends: dict[tuple[str, str], DeviceBackend]
     counters: Counters
     marks: Marks
+    turns: Turns
     first_step: FirstStep
 
     def __new__(cls) -> SwapManager:
@@ -76,7 +78,8 @@ class SwapManager:
         self._lock = threading.RLock()
         self.backends = {}
         self.counters = Counters()
-        self._engines = Engines(self.counters)
+        self.turns = Turns()
+        self._engines = Engines(self.counters, self.turns)
         self.groups: dict[str, SwapGroup] = {}  # by name; most programs have none
         self._declared = DeclaredLayers(self.groups, self._group_or_new)
         self.marks = Marks()
@@ -92,6 +95,11 @@ class SwapManager:
         """A replay begins, and ``engines`` hold values of it."""
         for engine in self._engines.values():
             engine.start_prefetch(task, is_near=engine in engines)
+
+    def prefetch_next_turn(self, *, is_whole: bool) -> None:
+        """The next backward that a pipeline's schedule named is near."""
+        for engine in self._engines.values():
+            engine.prefetch_next_turn(is_whole=is_whole)
 
     def trim_windows(self) -> None:
         """Values were saved on the device by others than the schedules: every engine checks its window again."""

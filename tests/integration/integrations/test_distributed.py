@@ -15,6 +15,7 @@ from torch import nn
 
 from hyper_parallel.integrations import ddp, pipelining
 
+from .pipelines import PIPELINE_CHECKS
 from .ranks import CHECKS, FSDP1, LIMIT_S, WORLD_SIZE, Stack
 
 
@@ -26,7 +27,9 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     program = [sys.executable, str(Path(__file__).with_name("ranks.py")), str(folder)]
     outputs = [(folder / f"output-{rank}").open("w") for rank in range(WORLD_SIZE)]
     processes = [
-        subprocess.Popen([*program, str(rank), *CHECKS, FSDP1], env=environment, stdout=output, stderr=output)
+        subprocess.Popen(
+            [*program, str(rank), *CHECKS, FSDP1, *PIPELINE_CHECKS], env=environment, stdout=output, stderr=output
+        )
         for rank, output in enumerate(outputs)
     ]
     try:
@@ -43,13 +46,15 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     found = []
     for rank in range(WORLD_SIZE):
         path, output_text = folder / f"verdicts-{rank}", (folder / f"output-{rank}").read_text()[-3000:]
-        missing = dict.fromkeys([*CHECKS, FSDP1], f"no verdict of rank {rank}; it said:\n{output_text}")
+        missing = dict.fromkeys(
+            [*CHECKS, FSDP1, *PIPELINE_CHECKS], f"no verdict of rank {rank}; it said:\n{output_text}"
+        )
         found.append(missing | (json.loads(path.read_text()) if path.exists() else {}))
     return found
 
 
 @pytest.mark.timeout(LIMIT_S + 60)  # the first test waits for the launch of all
-@pytest.mark.parametrize("check", [*CHECKS, FSDP1])
+@pytest.mark.parametrize("check", [*CHECKS, FSDP1, *PIPELINE_CHECKS])
 def test_on_two_ranks(verdicts: list[dict[str, str]], check: str) -> None:
     for rank, verdict in enumerate(verdicts):
         assert verdict[check] == "passed", f"rank {rank}: {verdict[check]}"

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from hyper_parallel.backends.planning.links import rate_of
-from hyper_parallel.backends.planning.meters import Meter
+from hyper_parallel.backends.planning.meters import Meter, SimulatedMeter
 from hyper_parallel.backends.torch.storages import unseen
 from hyper_parallel.core.activation_checkpoint.adapter import DeviceBackend
 from hyper_parallel.core.activation_checkpoint.timing import LinkSpan
@@ -25,6 +25,9 @@ _PROBES: Final = 5
 
 def measure_link(backend: DeviceBackend, meter: Meter, spans: Sequence[LinkSpan]) -> Link:
     """From the copies of a step where it made any that are large enough, else from copies of our own."""
+    if isinstance(meter, SimulatedMeter) and meter.speed is not None:
+        rate = meter.speed.link_bytes_per_second
+        return Link(out_bytes_per_second=rate, in_bytes_per_second=rate, copy_seconds=meter.speed.copy_seconds)
     if meter.is_simulated:
         rate = _host_rate()
         return Link(out_bytes_per_second=rate, in_bytes_per_second=rate)

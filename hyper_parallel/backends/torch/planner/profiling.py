@@ -325,7 +325,7 @@ class _Profiler:
         module = next(block.module for block in self.blocks if block.name == name)
         members = [number for number, of in enumerate(trials.kinds) if of == kind]
         timed = trials.plain if trials.busy is None else [trials.busy]
-        return make_kind(
+        made = make_kind(
             type(module).__name__,
             call_of(trials.memory, name),
             [(one, call_of(one, name)) for one in trials.timings],
@@ -334,6 +334,7 @@ class _Profiler:
             runs_from_tape=runs_from_tape(module),
             host_seconds=_host_seconds(trials, members, host),
         )
+        return dataclasses.replace(made, weight_bytes=_bytes_of(module.parameters()))
 
     def _measured(self, plain: Sequence[TrialStep], weighed: TrialStep | None) -> Measured:
         under = "none"
