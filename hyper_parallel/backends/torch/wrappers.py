@@ -156,9 +156,7 @@ class CheckpointWrapper(wrapper.CheckpointCalls, ActivationWrapper, is_plain=Tru
             return self._wrapped(*args, **kwargs)
         in_graph = self._in_graph
         if in_graph is not None and in_graph.region is not None and torch.is_grad_enabled():
-            output = call_compiled(
-                in_graph.region, self._wrapped, args, {**in_graph.bound, **kwargs}, in_graph.swap_config
-            )
+            output = call_compiled(in_graph, self._wrapped, args, {**in_graph.bound, **kwargs})
             if output is not NOT_COMPILED:
                 return output
         return self._call_checkpointed(args, kwargs)
@@ -170,6 +168,8 @@ class CheckpointWrapper(wrapper.CheckpointCalls, ActivationWrapper, is_plain=Tru
             return self._call_checkpointed(args, kwargs)
         if in_graph.region is None:
             return _saved_in_graph(self._wrapped, args, {**in_graph.bound, **kwargs})
+        if in_graph.swaps_inputs or in_graph.swapped:
+            warn_of_saved_swaps()
         return run_in_graph(in_graph.region, self._wrapped, args, {**in_graph.bound, **kwargs})
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
