@@ -12,16 +12,17 @@ without a trace. Running such a block uncompiled instead would change its number
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from hyper_parallel.backends.planning.module_tree import BlockRef
 from hyper_parallel.errors import PlanError
 from hyper_parallel.platform.torch import compat
 
-__all__ = ["is_compiled", "refuse_compiled", "run_uncompiled"]
+__all__ = ["is_compiled", "refuse_compiled", "refuse_compiled_around", "run_uncompiled"]
 
 
 def is_compiled(block: nn.Module) -> bool:
@@ -52,6 +53,23 @@ def refuse_compiled(path: str, block: nn.Module, *, may_be_whole: bool = False) 
                 "its single ops. The model is as it was. Compile the whole block instead: torch.compile(block) or "
                 "block.compile(). Plans, rules and wrappers put their decisions into the block's graph then."
             )
+
+
+def refuse_compiled_around(who: str, model: nn.Module, blocks: Sequence[BlockRef]) -> None:
+    """Refuse blocks inside a compiled module: a trial step cannot treat them one by one there."""
+    modules = dict(model.named_modules())
+    for block in blocks:
+        names = block.name.split(".")
+        for count in range(len(names)):
+            path = ".".join(names[:count])
+            how = _how_compiled(modules[path])
+            if how is not None:
+                raise PlanError(
+                    f"{who}: cannot measure {block.name}, because {path or 'the model'} around it is compiled as one graph "
+                    f"({how}). "
+                    "Compile block by block: torch.compile(block) or block.compile() for each block. Inside one graph, "
+                    "hp.checkpoint_wrapper, presets and rules work without a budget."
+                )
 
 
 def _how_compiled(module: nn.Module) -> str | None:

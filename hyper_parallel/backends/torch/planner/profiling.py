@@ -197,7 +197,7 @@ class _Profiler:
 
     def _survey(self) -> Survey:
         try:
-            with surveyed(self.model, self.blocks) as survey:
+            with surveyed(self.model, self.blocks, who="profile_memory") as survey:
                 self.step()
         except Exception as error:
             if not self.meter.is_out_of_memory(error):

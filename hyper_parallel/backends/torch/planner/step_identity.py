@@ -41,7 +41,7 @@ def identify_step(
     meter = meter_for(device, who=who)
     with restored_after(model, device, who=who):
         try:
-            with surveyed(model, found) as survey:
+            with surveyed(model, found, who=who) as survey:
                 step()
         except Exception as error:
             if not meter.is_out_of_memory(error):

@@ -19,7 +19,7 @@ from hyper_parallel.backends.planning.survey import Survey, op_table, require_st
 from hyper_parallel.backends.torch.checkpointing import checkpoint
 from hyper_parallel.backends.torch.graph import is_in_backward
 from hyper_parallel.backends.torch.planner.blocks import TREE, BlockRef, device_of, require_module
-from hyper_parallel.backends.torch.planner.compiled import is_compiled, run_uncompiled
+from hyper_parallel.backends.torch.planner.compiled import is_compiled, refuse_compiled_around, run_uncompiled
 from hyper_parallel.backends.torch.planner.module_calls import find_blocks_of_step
 from hyper_parallel.backends.torch.planner.op_observer import OpObserver
 from hyper_parallel.backends.torch.planner.replacements import Replacements
@@ -77,8 +77,9 @@ def on_backward(output: Any, callback: Callable[[Any], None]) -> None:
 
 
 @contextlib.contextmanager
-def surveyed(model: nn.Module, blocks: Sequence[BlockRef]) -> Iterator[Survey]:
+def surveyed(model: nn.Module, blocks: Sequence[BlockRef], *, who: str) -> Iterator[Survey]:
     """Blocks that are replayed and observed; they are put back at the end."""
+    refuse_compiled_around(who, model, blocks)
     survey, paths, replacements = Survey(), ModulePaths(), Replacements(model)
 
     def add_model_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -105,7 +106,7 @@ def list_ops(model: Any, step: Callable[[], Any], *, blocks: str | Sequence[str]
     require_step(step, who)
     found = find_blocks_of_step(model, blocks, step, who=who)
     with restored_after(model, device_of(model, who), who=who):
-        with surveyed(model, found) as survey:
+        with surveyed(model, found, who=who) as survey:
             step()
         survey.check(who, found)
     return op_table(survey.calls)
