@@ -82,7 +82,8 @@ class SelectiveCheckpoint(TorchCheckpoint):
 
 
 @contextlib.contextmanager
-def _wrapped(layers: nn.ModuleList, wrapper: Callable[[nn.Module], nn.Module]) -> Iterator[None]:
+def wrapped(layers: nn.ModuleList, wrapper: Callable[[nn.Module], nn.Module]) -> Iterator[None]:
+    """Other modules in the place of the layers."""
     originals = list(layers)
     for at, layer in enumerate(originals):
         layers[at] = wrapper(layer)
@@ -96,10 +97,10 @@ def _wrapped(layers: nn.ModuleList, wrapper: Callable[[nn.Module], nn.Module]) -
 class Bench:
     """One case."""
 
-    def __init__(self, name: str, output: Path | None) -> None:
+    def __init__(self, name: str, output: Path | None, case: Case | None = None) -> None:
         self.name = name
         self.output = output
-        self.model, forward, self.layers = _CASES[name]()
+        self.model, forward, self.layers = case or _CASES[name]()
         self.forward = forward
         self.started = time.perf_counter()
         self.step()
@@ -134,7 +135,7 @@ class Bench:
         elif name == "none":
             yield
         else:
-            with _wrapped(self.layers, TorchCheckpoint if name == "torch checkpoint" else SelectiveCheckpoint):
+            with wrapped(self.layers, TorchCheckpoint if name == "torch checkpoint" else SelectiveCheckpoint):
                 yield
 
     def timed(self, name: str, *, steps: int, warmup: int) -> dict[str, Any]:
@@ -193,6 +194,10 @@ class Bench:
         if self.output is not None:
             plan.save(self.output / f"{self.name}_{name.replace(' ', '_')}.json")
 
+    def torch_ways(self) -> list[str]:
+        """The ways that need no plan."""
+        return [*([] if self.name == "small_card" else ["none"]), "torch checkpoint", "torch selective"]
+
     def take_profile(self) -> None:
         """Measure the step once for all budgets; its seconds count in every budget's planning."""
         started = time.perf_counter()
@@ -204,8 +209,7 @@ class Bench:
 
     def rounds(self, count: int, steps: int) -> None:
         """All ways in turn; one line for each way."""
-        torch_ways = [] if self.name == "small_card" else ["none"]
-        ways = [*torch_ways, "torch checkpoint", "torch selective", *self.plans]
+        ways = [*self.torch_ways(), *self.plans]
         rows: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
         for number in range(count):
             for at in range(len(ways)):
