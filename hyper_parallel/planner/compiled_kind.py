@@ -9,6 +9,7 @@ graph that recomputes everything is measured.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Final
 
@@ -21,6 +22,7 @@ __all__ = ["MeasuredGraphs", "fitted_to_graphs"]
 
 _KERNELS_OF_THEIR_OWN: Final = frozenset(name for alias in ("matmul", "sdpa", "conv") for name in ALIASES[alias])
 _SIDE_OUTPUT: Final = 8  # what an op makes beside its output is smaller than this part of it
+_MOST_REPLAYED: Final = 2.0  # a graph may make copies that the uncompiled block does not
 _LEAST_FUSED: Final = 0.02  # of its own time that a fused op counts for, so that cheap ops keep an order
 
 
@@ -99,15 +101,20 @@ def _saved_ops(kind: BlockKind, storages: Sequence[int]) -> tuple[tuple[int, ...
             if at not in found and op.alias is None and 0 <= op.output_bytes - nbytes <= nbytes // _SIDE_OUTPUT
         ]
         if fits:
-            found.add(min(fits, key=lambda at: (not kind.ops[at].kept_bytes, not _is_kernel(kind.ops[at]), at)))
+            found.add(min(fits, key=functools.partial(_unlikelihood, kind, nbytes)))
     return tuple(sorted(found)), max(0, sum(storages) - sum(kind.ops[at].output_bytes for at in found))
+
+
+def _unlikelihood(kind: BlockKind, nbytes: int, at: int) -> tuple[bool, bool, bool, int]:
+    op = kind.ops[at]
+    return not op.kept_bytes, op.output_bytes != nbytes, not _is_kernel(op), at
 
 
 def _forward_share(kind: BlockKind, graph: CompiledGraph, peak: int) -> float:
     peaks = [
         _peak(_traced(kind, dataclasses.replace(graph, forward_share=share), LEFT_ALONE)[0]) for share in (0.0, 1.0)
     ]
-    return _share(peaks, peak)
+    return _share(peaks, peak, most=1.0)
 
 
 def _replay_share(kind: BlockKind, graph: CompiledGraph, peak: int) -> float:
@@ -115,13 +122,13 @@ def _replay_share(kind: BlockKind, graph: CompiledGraph, peak: int) -> float:
     peaks = [
         _peak(_traced(kind, dataclasses.replace(graph, replay_share=share), everything)[1]) for share in (0.0, 1.0)
     ]
-    return _share(peaks, peak)
+    return _share(peaks, peak, most=_MOST_REPLAYED)
 
 
-def _share(peaks: Sequence[int], peak: int) -> float:
-    """Where the measured peak lies between none and all of the bytes."""
+def _share(peaks: Sequence[int], peak: int, *, most: float) -> float:
+    """Where the measured peak lies between none and all of the bytes, or beyond."""
     none, everything = peaks
-    return min(1.0, max(0.0, (peak - none) / (everything - none))) if everything > none else 1.0
+    return min(most, max(0.0, (peak - none) / (everything - none))) if everything > none else 1.0
 
 
 def _traced(kind: BlockKind, graph: CompiledGraph, choice: Choice) -> tuple[Sequence[TraceEvent], Sequence[TraceEvent]]:

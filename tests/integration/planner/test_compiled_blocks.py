@@ -19,6 +19,7 @@ from hyper_parallel.backends.torch.compiled_calls import COMPILATIONS
 from hyper_parallel.errors import CompileWarning, PlanError
 from hyper_parallel.fates import Fate
 from hyper_parallel.integrations.treatment import apply
+from hyper_parallel.planner.by_hand import choices_by_hand
 from hyper_parallel.planner.graph_limit import MOST_GRAPHS
 from hyper_parallel.planner.plan import BlockPlan, OpDecision, Plan, Recipe, RegionPlan
 from hyper_parallel.planner.profile import Profile
@@ -164,6 +165,10 @@ def test_a_profile_of_compiled_blocks(compile_blocks: Compile) -> None:
     assert kind.graph.compile_seconds > 0
     saved = {kind.ops[at].name for at in kind.graph.saves}
     assert {"native_layer_norm", "addmm", "_scaled_dot_product_flash_attention_for_cpu"} <= saved
+    by_hand = choices_by_hand(profile)
+    assert {"every block recomputed, attention saved", "every block recomputed, attention saved, inputs swapped"} <= {
+        *by_hand
+    }
     assert not counters["graph_break"]
     assert_gradients(model, step, wanted)
 
