@@ -34,11 +34,12 @@ from hyper_parallel.backends.torch.storages import tensors_in
 from hyper_parallel.backends.torch.tensor_adapter import TENSORS
 from hyper_parallel.core.activation_checkpoint.first_step import watch_first_step
 from hyper_parallel.core.activation_checkpoint.packed import KeptValue, Packed
+from hyper_parallel.core.activation_checkpoint.setting_checks import label_of
 from hyper_parallel.core.activation_checkpoint.swap import SwapManager
-from hyper_parallel.errors import CompileWarning, HyperParallelError
+from hyper_parallel.errors import ActivationError, CompileWarning, HyperParallelError
 from hyper_parallel.platform.torch import compat
 
-__all__ = ["COMPILATIONS", "NOT_COMPILED", "Compilations", "call_compiled"]
+__all__ = ["COMPILATIONS", "NOT_COMPILED", "Compilations", "call_compiled", "refuse_cuda_graphs"]
 
 NOT_COMPILED: Final = object()
 """What :func:`call_compiled` answers where nothing was run."""
@@ -47,6 +48,24 @@ _NUMBERS = itertools.count()
 _RUNNERS: weakref.WeakKeyDictionary[GraphRegion, dict[type, Callable[..., Any]]] = weakref.WeakKeyDictionary()
 _COMPILED: weakref.WeakKeyDictionary[Any, tuple[Any, Callable[..., Any]]] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
+
+
+def refuse_cuda_graphs(module: torch.nn.Module) -> None:
+    """Refuse to swap what a CUDA graph saves: its next run writes to the same memory, whoever still copies from there."""
+    compiler = compat.compiler_of(module)
+    if compiler is None or _MAY_SWAP.get(module) is compiler:
+        return
+    if compat.runs_cuda_graphs(module):
+        raise ActivationError(
+            f"{label_of(compat.uncompiled(module), TENSORS)}: cannot swap what this compiled block saves, because it runs as a "
+            "CUDA graph (mode='reduce-overhead' or 'max-autotune', or the option triton.cudagraphs), which saves into memory that its next "
+            "run overwrites. Compile it with mode='max-autotune-no-cudagraphs' or without a mode; or recompute only: "
+            "checkpoint_wrapper(block) without swap_inputs and with a policy that saves."
+        )
+    _MAY_SWAP[module] = compiler
+
+
+_MAY_SWAP: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()  # modules that were looked at
 
 
 @dataclasses.dataclass
@@ -66,6 +85,8 @@ def call_compiled(in_graph: InGraph, module: torch.nn.Module, args: Any, kwargs:
     compiler = compat.compiler_of(module)
     if compiler is None or region is None:
         return NOT_COMPILED
+    if in_graph.may_swap:
+        refuse_cuda_graphs(module)
     call = _Call(region, module, _compiled(region, module, compiler))
     collected = None
     try:

@@ -49,6 +49,7 @@ __all__ = [
     "new_named_group",
     "own_code",
     "run_eagerly",
+    "runs_cuda_graphs",
     "selective_mode",
     "set_local_tensor",
     "skip_in_compiler",
@@ -326,19 +327,34 @@ def compiler_of(module: torch.nn.Module) -> Any:  # torch._dynamo.eval_frame._To
     return held if isinstance(held, dynamo.eval_frame.OptimizeContext) else None
 
 
+def runs_cuda_graphs(module: torch.nn.Module) -> bool:
+    """Whether the module is compiled into CUDA graphs; on other devices the modes that ask for them do not make any."""
+    compiler = compiler_of(module)
+    config = getattr(_backend_of(compiler), "config", None) if compiler is not None else None
+    return bool(isinstance(config, dict) and config.get("triton.cudagraphs")) and _is_on_cuda(module)
+
+
+def _is_on_cuda(module: torch.nn.Module) -> bool:
+    return any(parameter.is_cuda for parameter in module.parameters())
+
+
+def _backend_of(compiler: Any) -> Any:
+    callback = compiler.callback
+    while hasattr(callback, "_torchdynamo_orig_backend"):
+        callback = callback._torchdynamo_orig_backend
+    return getattr(callback, "compiler_fn", callback)
+
+
 def compiler_name(module: torch.nn.Module) -> str | None:
     """The backend that compiles the whole module, with its options; None if nothing does."""
     compiler = compiler_of(module)
     if compiler is None:
         return None
-    callback = compiler.callback
-    while hasattr(callback, "_torchdynamo_orig_backend"):
-        callback = callback._torchdynamo_orig_backend
-    backend = getattr(callback, "compiler_fn", callback)
+    backend = _backend_of(compiler)
     return str(getattr(backend, "compiler_name", getattr(backend, "__name__", type(backend).__name__)))
 
 
-def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
+def uncompiled(module: Any) -> Any:  # torch.nn.Module | Callable[..., Any]
     """The module inside ``torch.compile(module)``, or the module itself."""
     dynamo: Any = sys.modules.get("torch._dynamo")
     return module._orig_mod if dynamo is not None and isinstance(module, dynamo.OptimizedModule) else module

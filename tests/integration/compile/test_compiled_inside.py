@@ -248,3 +248,38 @@ def test_a_retained_graph_of_a_compiled_block() -> None:
         before = hp.stats().swapped_out_bytes
         assert_same(twice(stack(lambda block, w=wrap: w(torch.compile(block, backend="aot_eager")))), wanted)
         assert hp.stats().swapped_out_bytes > before
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_swaps_out_of_cuda_graphs_are_refused_by_name(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no CUDA device here, so a model is said to be on one. On a CPU these modes make no CUDA graphs."""
+    monkeypatch.setattr(compat, "_is_on_cuda", lambda module: True)
+    block = torch.compile(Block(), mode=mode)
+    x = torch.ones(24, 16, requires_grad=True)
+    for wrapped in (
+        hp.swap_wrapper(block),
+        hp.checkpoint_wrapper(block, swap_inputs=True),
+        hp.checkpoint_wrapper(block, policy_fn=SWAP_ADDMM),
+    ):
+        with pytest.raises(hp.HyperParallelError, match=r"Block: cannot swap .* it runs as a CUDA graph"):
+            wrapped(x)
+    assert not compat.runs_cuda_graphs(torch.compile(Block(), mode="max-autotune-no-cudagraphs"))
+    assert not compat.runs_cuda_graphs(torch.compile(Block(), backend="aot_eager"))
+    assert not compat.runs_cuda_graphs(Block())
+
+
+def test_hooks_on_a_compiled_module_run_around_the_region() -> None:
+    """``fully_shard(torch.compile(block))`` lives from such hooks."""
+    seen: list[str] = []
+    plain = Block()
+    block = torch.compile(plain, backend="aot_eager", fullgraph=True)
+    block.register_forward_pre_hook(lambda module, args: seen.append("before") or (2 * args[0],))
+    block.register_forward_hook(lambda module, args, output: seen.append("after") or 3 * output)
+    wrapped = hp.checkpoint_wrapper(block, policy_fn=SWAP_ADDMM)
+    x = torch.ones(24, 16, requires_grad=True)
+    output = wrapped(x)
+    assert seen == ["before", "after"]
+    got = torch.autograd.grad(output.sum(), [x, *plain.parameters()])
+    assert_same(list(got), list(torch.autograd.grad(3 * plain(2 * x).sum(), [x, *plain.parameters()])))
+    assert hp.stats().swapped_out_bytes == UP_BYTES
+    assert block.forward is block.__dict__["forward"]

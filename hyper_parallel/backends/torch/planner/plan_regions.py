@@ -15,6 +15,7 @@ from hyper_parallel.backends.torch.planner.step_inputs import InputWatch
 from hyper_parallel.backends.torch.tensor_adapter import TENSORS
 from hyper_parallel.core.activation_checkpoint.setting_checks import label_of
 from hyper_parallel.fates import Fate
+from hyper_parallel.platform.torch import compat
 
 __all__ = ["AppliedPlan", "PlannedRegion", "apply_plan", "plan_region"]
 
@@ -38,7 +39,7 @@ class PlannedRegion(plan_regions.PlannedRegion):
 
 def plan_region(policy: Any, module: nn.Module) -> GraphRegion:
     """The region that a plan puts into the graph of a module; None for a policy recomputes everything."""
-    return _region(policy, label_of(module, TENSORS))
+    return _region(policy, label_of(compat.uncompiled(module), TENSORS))
 
 
 def _region(policy: Any, label: str) -> GraphRegion:
