@@ -175,7 +175,7 @@ class Bench:
         budget = int(self.fixed_bytes + act_gib * _GIB)
         started = time.perf_counter()
         try:
-            applied = hp.fit_memory(self.model, self.step, budget, profile=self.profile)
+            applied = hp.fit_memory(self.model, self.step, budget, profile=self.profile, **self.fit_options(budget))
         except hp.HyperParallelError as error:
             self.emit(mode=name, budget_gib=round(act_gib, 3), error=f"{type(error).__name__}: {error}"[:900])
             return
@@ -193,6 +193,10 @@ class Bench:
         )
         if self.output is not None:
             plan.save(self.output / f"{self.name}_{name.replace(' ', '_')}.json")
+
+    def fit_options(self, budget: int) -> dict[str, Any]:
+        """How else to fit."""
+        return {}
 
     def torch_ways(self) -> list[str]:
         """The ways that need no plan."""

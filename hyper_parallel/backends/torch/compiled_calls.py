@@ -58,9 +58,9 @@ def refuse_cuda_graphs(module: torch.nn.Module) -> None:
     if compat.runs_cuda_graphs(module):
         raise ActivationError(
             f"{label_of(compat.uncompiled(module), TENSORS)}: cannot swap what this compiled block saves, because it runs as a "
-            "CUDA graph (mode='reduce-overhead' or 'max-autotune', or the option triton.cudagraphs), which saves into memory that its next "
-            "run overwrites. Compile it with mode='max-autotune-no-cudagraphs' or without a mode; or recompute only: "
-            "checkpoint_wrapper(block) without swap_inputs and with a policy that saves."
+            "CUDA graph (mode='reduce-overhead' or 'max-autotune', or the option triton.cudagraphs), which saves into memory "
+            "that its next run overwrites. Compile it with mode='max-autotune-no-cudagraphs' or without a mode; or recompute "
+            "only: checkpoint_wrapper(block) without swap_inputs and with a policy that saves."
         )
     _MAY_SWAP[module] = compiler
 
