@@ -43,6 +43,7 @@ from hyper_parallel.backends.torch.planner.plan_regions import plan_region
 from hyper_parallel.backends.torch.planner.replacements import Replacements
 from hyper_parallel.backends.torch.planner.survey import on_backward
 from hyper_parallel.backends.torch.storages import alias, is_parameter_derived
+from hyper_parallel.platform.torch import compat
 
 __all__ = [
     "ALONE",
@@ -141,6 +142,11 @@ class _Saved:
 
 def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+# Dynamo must not trace what autograd calls while a compiled block runs.
+compat.skip_in_compiler(_Saved.__call__)
+compat.skip_in_compiler(_unchanged)
 
 
 def _bytes_of(output: Any) -> int:
