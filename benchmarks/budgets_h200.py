@@ -83,6 +83,7 @@ class SelectiveCheckpoint(TorchCheckpoint):
 
 @contextlib.contextmanager
 def wrapped(layers: nn.ModuleList, wrapper: Callable[[nn.Module], nn.Module]) -> Iterator[None]:
+    """Other modules in the place of the layers."""
     originals = list(layers)
     for at, layer in enumerate(originals):
         layers[at] = wrapper(layer)
@@ -108,11 +109,11 @@ class Bench:
 
     file = "budgets.jsonl"
 
-    def __init__(self, name: str, output: Path | None) -> None:
+    def __init__(self, name: str, output: Path | None, case: Case | None = None) -> None:
         self.name = name
         self.output = output
         self.modes = dict(TORCH_WAYS)
-        self.model, forward, self.layers = _CASES[name]()
+        self.model, forward, self.layers = case or _CASES[name]()
         self.forward = forward
         self.started = time.perf_counter()
         self.step()
@@ -182,7 +183,7 @@ class Bench:
         budget = int(self.fixed_bytes + act_gib * _GIB)
         started = time.perf_counter()
         try:
-            applied = hp.fit_memory(self.model, self.step, budget, profile=self.profile)
+            applied = hp.fit_memory(self.model, self.step, budget, profile=self.profile, **self.fit_options(budget))
         except hp.HyperParallelError as error:
             self.emit(mode=name, budget_gib=round(act_gib, 3), error=f"{type(error).__name__}: {error}"[:900])
             return
@@ -201,6 +202,14 @@ class Bench:
         if self.output is not None:
             plan.save(self.output / f"{self.name}_{name.replace(' ', '_')}.json")
 
+    def fit_options(self, budget: int) -> dict[str, Any]:
+        """How else to fit."""
+        return {}
+
+    def torch_ways(self) -> list[str]:
+        """The ways that need no plan."""
+        return [way for way in self.modes if way != "none" or self.name != "small_card"]
+
     def take_profile(self) -> None:
         """Measure the step once for all budgets; its seconds count in every budget's planning."""
         started = time.perf_counter()
@@ -212,7 +221,7 @@ class Bench:
 
     def rounds(self, count: int, steps: int) -> None:
         """All ways in turn; one line for each way."""
-        ways = [way for way in self.modes if way != "none" or self.name != "small_card"] + list(self.plans)
+        ways = [*self.torch_ways(), *self.plans]
         rows: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
         for number in range(count):
             for at in range(len(ways)):

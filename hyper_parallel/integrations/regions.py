@@ -45,7 +45,7 @@ class WithPolicy:
 
     def in_graph(self, label: str) -> InGraph:
         """The same in a traced graph."""
-        return InGraph(region=graph_region(self._policy, f"policy on {label}", swaps_inputs=True), bound={})
+        return InGraph(region=graph_region(self._policy, f"policy on {label}"), bound={}, swaps_inputs=True)
 
 
 def replace_blocks(model: Model, region: Callable[..., Any], *, blocks: str | Sequence[str] | None) -> AppliedBlocks:

@@ -21,6 +21,8 @@ whose outputs are saved or swapped; a swapped value is fetched where its op woul
 From a tape, only the ops whose outputs backward needs, or such an op reads, and no op before a kept output for that output's
 sake. A swapped value is fetched before the first op that reads it; one that only backward reads is fetched there; one that
 nothing reads stays where it is.
+A compiled block recomputes inside its graph, which runs what is needed, as a tape does. Left alone it keeps what its own graph
+saves (``BlockKind.graph``).
 """
 
 from __future__ import annotations
@@ -128,6 +130,7 @@ class KindAnalysis:
             for at, op in enumerate(kind.ops)
         }
         self.kept_by[BLOCK_INPUT] = tuple(sorted(kind.input_kept_by))
+        self.replay_seconds = [op.seconds if op.replay_seconds is None else op.replay_seconds for op in kind.ops]
         self._share_out_backward(kind)
 
     def roots(self, values: Iterable[int]) -> list[int]:
@@ -174,8 +177,8 @@ class KindAnalysis:
         return frozenset(self.needed(region, kept)[0]).difference(with_it)
 
     def seconds_of(self, ops: Iterable[int]) -> float:
-        """The forward's seconds of these ops."""
-        return sum(self.kind.ops[at].seconds for at in ops)
+        """What a replay of these ops takes."""
+        return sum(self.replay_seconds[at] for at in ops)
 
     def replay_stop(self, region: CutRegion) -> int:
         """The replay ends before this op: nothing later in the region is needed again."""
@@ -284,6 +287,14 @@ class _Block:
             self.region_of[region.first_op : region.stop_op] = [number] * (region.stop_op - region.first_op)
         self.nbytes = {at: op.output_bytes for at, op in enumerate(self.kind.ops)} | {BLOCK_INPUT: input_bytes}
         self.kept = {at: op.kept_bytes for at, op in enumerate(self.kind.ops)} | {BLOCK_INPUT: input_bytes}
+        graph = self.kind.graph
+        self.forward_share, self.replay_share = (
+            (1.0, 1.0) if graph is None else (graph.forward_share, graph.replay_share)
+        )
+        self.beside = 0  # bytes that the block's own graph keeps beside the outputs of ops
+        if graph is not None and not self.regions:
+            self.beside = graph.other_bytes
+            self.kept |= {at: self.nbytes[at] if at in graph.saves else 0 for at in range(self.count)}
         self.alone_until: dict[int, int] = {}  # value -> the op whose backward lets go of it
         self.inputs_of: list[list[int]] = [[] for _ in self.regions]  # saved ones, by the region that lets go of them
         self.saved_of: list[list[int]] = [[] for _ in self.regions]
@@ -300,7 +311,10 @@ class _Block:
         keepers = [op for op in self.analysis.kept_by[value] if self.region_of[op] is None]
         takers = [number for number, region in enumerate(self.regions) if value in self.analysis.roots(region.inputs)]
         home = None if value == BLOCK_INPUT else self.region_of[value]
-        if keepers:
+        if not self.regions and self.kind.graph is not None and value != BLOCK_INPUT:
+            if self.kept[value]:
+                self.alone_until[value] = min(keepers, default=value)
+        elif keepers:
             self.alone_until[value] = min(keepers[0], *(self.regions[number].first_op for number in takers), self.count)
         elif takers:
             if self.choice.inputs[takers[0]] is Fate.SWAP and self.nbytes[value] >= min_bytes:
@@ -369,6 +383,7 @@ def _write_forward(block: _Block, writer: _Writer) -> None:
         elif value in saved or value in held:
             writer.bytes(SAVED if value in saved else INPUTS, nbytes)
             local = 0
+        local = local if value in block.record_of else int(local * block.forward_share)
         writer.bytes(WORK, local)
         local_bytes[value] = local
 
@@ -398,6 +413,7 @@ def _write_forward(block: _Block, writer: _Writer) -> None:
             admit(at, at)
         _die(block, writer, ends.pop(at, ()), local_bytes)
     _die(block, writer, [value for values in ends.values() for value in values], local_bytes)
+    writer.bytes(ALONE, block.beside)
     writer.close()
 
 
@@ -431,7 +447,7 @@ def _write_backward(block: _Block, writer: _Writer) -> int:
         is_first = number is not None
         for until in [until for until in frees if until > at]:
             writer.bytes(ALONE, -sum(block.kept[value] for value in frees.pop(until)))
-    writer.bytes(ALONE, -sum(block.kept[value] for values in frees.values() for value in values))
+    writer.bytes(ALONE, -block.beside - sum(block.kept[value] for values in frees.values() for value in values))
     writer.close()
     return replayed
 
@@ -535,14 +551,15 @@ def _write_replay(block: _Block, writer: _Writer, replay: _Replay) -> dict[int, 
             writer.emit(FETCH, record, host_seconds=block.host.swap_in_seconds)
         if at in runs:
             op = block.kind.ops[at]
-            stays = block.kept[at] if at in replay.kept_until else 0
-            writer.bytes(WORK, op.output_bytes)
+            made = int(op.output_bytes * block.replay_share)
+            stays = min(made, int(block.kept[at] * block.replay_share)) if at in replay.kept_until else 0
+            writer.bytes(WORK, made)
             if stays:
                 working[at] = stays
             last = min(max(replay.last_read.get(at, at), at), replay.stop - 1)
-            ends[last] = ends.get(last, 0) + op.output_bytes - stays
+            ends[last] = ends.get(last, 0) + made - stays
             writer.touch(op.workspace_bytes)
-            writer.work(op.seconds)
+            writer.work(block.analysis.replay_seconds[at])
             writer.issue(0.0, for_region=block.host.replayed_op_seconds)
         writer.bytes(WORK, -ends.pop(at, 0))
     writer.touch()

@@ -1,5 +1,7 @@
 """What a person would write by hand for every block, as choices of the search: all recomputed, inputs swapped, the presets.
 
+On compiled blocks also what torch's checkpoint is used for inside a graph: everything recomputed, attention saved.
+
 The search starts from them too, and ``fit_memory`` measures those that its prediction cannot rule out.
 """
 
@@ -21,13 +23,19 @@ RECOMPUTED_SWAPPED: Final = "every block recomputed, its inputs swapped"  # the 
 _OF_PRESETS: Final[Mapping[str, RuleSet]] = {
     RECOMPUTED_SWAPPED if name == "boundary" else f"the preset {name!r}": RuleSet.read(name) for name in PRESETS
 }
+_SAVES_ATTENTION: Final = {"*::sdpa": "save", "*::*": "recompute"}
+_OF_GRAPHS: Final[Mapping[str, RuleSet]] = {
+    "every block recomputed, attention saved": RuleSet.read({"*::input": "save", **_SAVES_ATTENTION}),
+    "every block recomputed, attention saved, inputs swapped": RuleSet.read({"*::input": "swap", **_SAVES_ATTENTION}),
+}
 
 
 def choices_by_hand(profile: Profile) -> dict[str, tuple[Choice, ...]]:
     """By name; a way that comes to the same as an earlier one on this model is left out."""
     all_recomputed = tuple(_recomputed(profile.kind_of(at)) for at in range(len(profile.blocks)))
     found = {RECOMPUTED: all_recomputed}
-    for name, rules in _OF_PRESETS.items():
+    is_compiled = any(kind.graph is not None for kind in profile.kinds)
+    for name, rules in {**_OF_PRESETS, **(_OF_GRAPHS if is_compiled else {})}.items():
         choices = [_choice(profile, profile.kind_of(at), rules) for at in range(len(profile.blocks))]
         if rules.spares_last_block:
             choices[-1] = LEFT_ALONE

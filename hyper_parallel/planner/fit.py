@@ -190,7 +190,8 @@ class _Fit:
             profile = self._profile()
             self.trials.device_memory = profile.device_memory
             seconds = profile.measured.step_seconds if _has_real_time(profile) else None
-            self.progress.set_step(seconds)
+            graphs = [kind.graph for kind in profile.kinds if kind.graph is not None]
+            self.progress.set_step(seconds, compile_seconds=sum(graph.compile_seconds for graph in graphs))
             self.trials.set_step(seconds)
             plan, measured = self._search(profile)
         applied = self.backend.apply_plan(self.model, dataclasses.replace(plan, inputs=profile.inputs))

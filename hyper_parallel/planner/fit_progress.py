@@ -27,6 +27,7 @@ _LOGGER: Final = logging.getLogger("hyper_parallel.planner")
 _OFF: Final = ("0", "false", "no", "off")
 MOST_SECONDS: Final = 20.0  # where a step takes less than a second
 MOST_STEPS: Final = 60  # where it takes longer
+MOST_COMPILED: Final = 8  # graphs of each kind of compiled block whose compilation is waited for beside
 _SECOND_SEARCH: Final = 0.3  # of what the first one takes: it starts from it
 
 
@@ -52,10 +53,13 @@ class FitProgress:
         if self._on_terminal:
             self._show("")
 
-    def set_step(self, seconds: float | None) -> None:
-        """How long a step takes; None where time is simulated and nothing is limited by it."""
+    def set_step(self, seconds: float | None, *, compile_seconds: float = 0.0) -> None:
+        """How long a step takes; None where time is simulated and nothing is limited by it.
+
+        ``compile_seconds``: of one graph of each kind of compiled block; a trial of a plan may need new ones.
+        """
         if seconds is not None:
-            self._limit = MOST_SECONDS if seconds < 1 else MOST_STEPS * seconds
+            self._limit = (MOST_SECONDS if seconds < 1 else MOST_STEPS * seconds) + MOST_COMPILED * compile_seconds
         self._last = time.perf_counter()
 
     def is_time_over(self) -> bool:

@@ -86,6 +86,7 @@ class BlockPlan:
     name: str
     recipe: int | None = None  # index into Plan.recipes; None: left alone
     reason: str = ""
+    is_compiled: bool = False  # when it was profiled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from hyper_parallel.planner.block_trace import LEFT_ALONE, Choice
 from hyper_parallel.planner.budget import parse_budget
 from hyper_parallel.planner.calibration import Calibration
 from hyper_parallel.planner.corrections import Corrections
+from hyper_parallel.planner.graph_limit import GraphLimit
 from hyper_parallel.planner.peak_parts import parts_with_base, shown_parts
 from hyper_parallel.planner.plan import BlockPlan, OpDecision, Plan, Recipe, RegionPlan, WhatIf
 from hyper_parallel.planner.plan_choices import solution_of
@@ -279,7 +280,22 @@ def _notes(profile: Profile, answer: Answer) -> tuple[str, ...]:
     if pinned and profile.link.pin_seconds_per_byte:
         seconds = pinned * profile.link.pin_seconds_per_byte
         notes.append(f"pinning {show_bytes(pinned)} of host memory takes {seconds:.1f} s, once")
-    return tuple(notes)
+    return (*notes, *_graph_notes(profile, answer))
+
+
+def _graph_notes(profile: Profile, answer: Answer) -> list[str]:
+    """How many graphs of compiled blocks the plan needs, and how long compiling them takes in a new process."""
+    notes = []
+    for number, graphs in GraphLimit(profile).graphs(answer.solution.choices).items():
+        kind = profile.kinds[number]
+        new = len(graphs.keys() - {None})
+        assert kind.graph is not None, "the kind is compiled"
+        if new:
+            notes.append(
+                f"{kind.name} is compiled in {new} graph{'s' * (new > 1)} of the plan"
+                f"{', and as it is' if None in graphs else ''}: about {new * kind.graph.compile_seconds:.1f} s in each process"
+            )
+    return notes
 
 
 # ---------------------------------------------------------------------- writing it down
@@ -290,13 +306,14 @@ def _written(profile: Profile, answer: Answer) -> tuple[tuple[BlockPlan, ...], t
     blocks = []
     is_all_alone = all(choice.cut < 0 for choice in answer.solution.choices)
     for at, (block, choice) in enumerate(zip(profile.blocks, answer.solution.choices)):
+        is_compiled = profile.kind_of(at).graph is not None
         if choice.cut < 0:
             reason = "the step fits" if is_all_alone else "its memory is free again before the peak, or fits beside it"
-            blocks.append(BlockPlan(name=block.name, reason=reason))
+            blocks.append(BlockPlan(name=block.name, reason=reason, is_compiled=is_compiled))
             continue
         recipe = _recipe(profile, at, choice)
         number = recipes.setdefault(recipe, len(recipes))
-        blocks.append(BlockPlan(name=block.name, recipe=number, reason=_block_reason(recipe)))
+        blocks.append(BlockPlan(name=block.name, recipe=number, reason=_block_reason(recipe), is_compiled=is_compiled))
     return tuple(blocks), tuple(recipes)
 
 

@@ -17,6 +17,11 @@ Bytes
 ``backward_bytes``, ``backward_transient_bytes``  above the kept values; the gradient of the output counts among them, and so
                   does everything else that its backward makes, except ``gradient_bytes``.
 ``base``          what is there anyway, in every moment: weights, gradients that already exist, optimizer states.
+
+Compiled blocks
+---------------
+Their ops are those of the block run uncompiled, as the compiler meets them. ``BlockKind.graph`` says what the block's own graph
+makes of them: it keeps fewer values than autograd would, and fused ops take less time.
 """
 
 from __future__ import annotations
@@ -37,6 +42,7 @@ __all__ = [
     "Block",
     "BlockKind",
     "Cut",
+    "CompiledGraph",
     "EngineSettings",
     "FarCaps",
     "HostCost",
@@ -98,6 +104,7 @@ class OpProfile:
     workspace_bytes: int = 0  # extra bytes while it runs forward
     backward_seconds: float = 0.0  # 0 for all ops of a block: shared out by forward time
     backward_bytes: int = 0  # device bytes above the kept values while its backward runs: gradients, workspace
+    replay_seconds: float | None = None  # of a compiled block: when it is recomputed in the graph; None: as in forward
 
     def __post_init__(self) -> None:
         require(bool(self.name), "OpProfile.name: is empty")
@@ -159,6 +166,20 @@ class Cut:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class CompiledGraph:
+    """The graph that a compiled block has when it is left alone, and what was measured of one that recomputes everything."""
+
+    saves: tuple[int, ...]  # the ops whose outputs it keeps for backward
+    other_bytes: int = 0  # what it keeps beside: casts of weights, side outputs
+    forward_share: float = 1.0  # of the bytes that uncompiled ops would make in forward, how much is there at once
+    replay_share: float = 1.0  # the same of what is recomputed
+    compile_seconds: float = 0.0  # of one more graph of this kind
+
+    def __post_init__(self) -> None:
+        _not_negative(self, "other_bytes", "forward_share", "replay_share", "compile_seconds")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockKind:
     """What identical blocks have in common."""
 
@@ -173,6 +194,7 @@ class BlockKind:
     host_forward_seconds: float = 0.0  # what the host takes to issue the block left alone; 0: less than the device
     host_backward_seconds: float = 0.0
     weight_bytes: int = 0  # of one block's parameters; 0 in profiles of earlier versions
+    graph: CompiledGraph | None = None  # None: the block is not compiled
 
     def __post_init__(self) -> None:
         require(
@@ -196,6 +218,8 @@ class BlockKind:
             for region in cut.regions:
                 self._check_region(region)
         self._check_indices("input_kept_by", self.input_kept_by, 0, len(self.ops))
+        if self.graph is not None:
+            self._check_indices("graph.saves", self.graph.saves, 0, len(self.ops))
 
     def _check_op(self, at: int, op: OpProfile) -> None:
         where = f"op {at} ({op.label})"

@@ -55,7 +55,15 @@ def simple_plan(profile: Profile, budget: int, way: SimplePlan, solver: Solver |
     return Plan(
         model_fingerprint=profile.model_fingerprint,
         budget_bytes=budget,
-        blocks=tuple(BlockPlan(name=block.name, recipe=block.kind, reason=way.name) for block in profile.blocks),
+        blocks=tuple(
+            BlockPlan(
+                name=block.name,
+                recipe=block.kind,
+                reason=way.name,
+                is_compiled=profile.kinds[block.kind].graph is not None,
+            )
+            for block in profile.blocks
+        ),
         recipes=tuple(Recipe(kind=kind.name, regions=(region,)) for kind in profile.kinds),
         settings=profile.engine,
         predicted=untouched,

@@ -6,6 +6,8 @@
 3. Search. From the best seeds, moves that shorten the step and still fit are taken. At the edge of the budget most gains
    need memory, so a gain that does not fit is tried together with a move that gives memory back.
 
+Compiled blocks may have few graphs: every solution is brought within that limit before it is judged (``graph_limit``).
+
 Every judgement is the simulator's; the order of bytes and seconds only decides what is tried first. The amount of work
 is bounded, so the same question has the same answer on any machine.
 """
@@ -24,6 +26,7 @@ from hyper_parallel.fates import Fate
 from hyper_parallel.planner.block_trace import LEFT_ALONE, UNEXPLAINED, Choice
 from hyper_parallel.planner.by_hand import choices_by_hand
 from hyper_parallel.planner.corrections import Corrections
+from hyper_parallel.planner.graph_limit import GraphLimit
 from hyper_parallel.planner.moves import Move, Slot, Solution, Space, with_fate
 from hyper_parallel.planner.profile import Block, EngineSettings
 from hyper_parallel.planner.step_simulator import SimulatedStep, StepSimulator
@@ -97,6 +100,8 @@ class Solver:
         )
         self.pace = _SHORT if self.space.is_short else _LONG
         self._tied = _tied(self.profile.blocks)
+        is_compiled = any(kind.graph is not None for kind in self.profile.kinds)
+        self._limit = GraphLimit(self.profile) if is_compiled else None
         self.by_hand = choices_by_hand(self.profile)
         self._simulated: dict[Solution, Answer] = {}
         self._measured: dict[Solution, MeasuredStep] = {}
@@ -126,7 +131,7 @@ class Solver:
 
     def simulate(self, solution: Solution) -> Answer:
         """A solution and the step it comes to, simulated once; as it was measured, where it was."""
-        solution = self._as_tied(solution)
+        solution = self._as_allowed(solution)
         answer = self._simulated.get(solution)
         if answer is None:
             step = self.simulator.simulate(solution.choices, solution.settings)
@@ -137,19 +142,22 @@ class Solver:
 
     def measured(self, solution: Solution) -> MeasuredStep | None:
         """What it came to; None where it was not tried."""
-        return self._measured.get(self._as_tied(solution))
+        return self._measured.get(self._as_allowed(solution))
 
     def add_measured(self, solution: Solution, measured: MeasuredStep) -> None:
         """A solution that was tried: from here on it comes to what was measured, also with other corrections."""
-        solution = self._as_tied(solution)
+        solution = self._as_allowed(solution)
         self._measured[solution] = measured
         self._simulated.pop(solution, None)
 
-    def _as_tied(self, solution: Solution) -> Solution:
-        if self._tied is None:
-            return solution
-        choices = tuple(LEFT_ALONE if first is None else solution.choices[first] for first in self._tied)
-        return Solution(choices, solution.settings)
+    def _as_allowed(self, solution: Solution) -> Solution:
+        """With one fate for a module that a step calls twice, and no more graphs of compiled blocks than there may be."""
+        choices = solution.choices
+        if self._tied is not None:
+            choices = tuple(LEFT_ALONE if first is None else choices[first] for first in self._tied)
+        if self._limit is not None:
+            choices = self._limit.applied(choices)
+        return solution if choices is solution.choices else Solution(choices, solution.settings)
 
     def _is_spent(self) -> bool:
         return self.simulator.cost >= self._stop_at

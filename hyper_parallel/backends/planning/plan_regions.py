@@ -44,11 +44,17 @@ class PlannedRegion:
         self._swaps_inputs = region.input_fate is Fate.SWAP
         self._is_replayed = region.is_replayed
         self._settings = settings
+        self.kept = {
+            (op.name, op.overload, op.occurrence): op.fate for op in region.ops if op.fate is not Fate.RECOMPUTE
+        }
+        self._policy = self.policy(swaps=True)
+
+    def policy(self, *, swaps: bool) -> PolicyTable | None:
+        """What becomes of the region's ops; None: all are recomputed. Without ``swaps``, what leaves is kept."""
         fates: dict[_OpKey, dict[int, CheckpointPolicy]] = {}
-        for op in region.ops:
-            if op.fate is not Fate.RECOMPUTE:
-                fates.setdefault((op.name, op.overload), {})[op.occurrence] = _POLICIES[op.fate]
-        self._policy = _ByOccurrence(self.framework, fates) if fates else None
+        for (name, overload, occurrence), fate in self.kept.items():
+            fates.setdefault((name, overload), {})[occurrence] = _POLICIES[fate if swaps else Fate.SAVE]
+        return _ByOccurrence(self.framework, fates) if fates else None
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the region."""
@@ -78,6 +84,15 @@ class _ByOccurrence(PolicyTable):
         """See the base class."""
         key = self._framework.op_name(op), self._framework.op_overload(op)
         return self._fates.get(key, CheckpointPolicy.PREFER_RECOMPUTE)
+
+    def missing_in(self, asked: Mapping[_OpKey, int]) -> list[str]:
+        """The op instances that have a fate here and were not asked: ``asked`` counts those that were, by op."""
+        return [
+            f"{name}#{occurrence}"
+            for (name, overload), fates in self._fates.items()
+            for occurrence in fates
+            if occurrence >= asked.get((name, overload), 0)
+        ]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _ByOccurrence) and self._fates == other._fates
@@ -193,7 +208,7 @@ def apply_plan_to(
     predicted = predicted_change(plan)
     try:
         for path, module, region in modules:
-            replacements.wrap(path, module, region_class(region, settings, predicted=predicted))
+            replacements.wrap(path, module, region_class(region, settings, predicted=predicted), may_be_in_graph=True)
     except BaseException:
         replacements.restore()
         raise
@@ -214,7 +229,12 @@ def _modules_of(framework: Framework, model: Module, plan: Plan, who: str) -> li
             continue
         whole = _module(named, block, "", who)
         refuse_wrapped(framework.tree, model, [BlockRef(block.name, whole)], who)
-        framework.refuse_compiled(block.name, whole)  # also where only parts of it become regions
+        framework.refuse_compiled(block.name, whole, may_be_whole=block.is_compiled)  # also where parts become regions
+        if block.is_compiled and not framework.is_compiled_whole(whole):
+            raise PlanError(
+                f"{who}: cannot apply the plan to {block.name}, because it was made for a compiled block, and this one is not "
+                "compiled. Compile the blocks as they were when the step was profiled, or profile this model and plan again."
+            )
         for region in recipe.regions:
             path = f"{block.name}.{region.module}" if region.module else block.name
             # A module that a step calls twice follows the plan of its first call.

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from hyper_parallel.backends.planning.module_paths import path_in_block
 from hyper_parallel.backends.planning.module_tree import BlockRef
 from hyper_parallel.backends.planning.observed import ObservedCall
 from hyper_parallel.errors import PlanError
@@ -61,7 +62,7 @@ def op_table(calls: Iterable[ObservedCall]) -> OpTable:
         _count(rows, (call.block, INPUT), sum(call.input_storages.values()))
         for op in call.ops:
             if op.is_asked:
-                path = f"{call.block}.{op.module}" if op.module else call.block
+                path = path_in_block(call.block, op.module)
                 _count(rows, (path, op.name), op.output_bytes)
     return OpTable(
         tuple(

@@ -1,7 +1,8 @@
 """What is measured of a trial step: points where blocks begin and end, and what ran in between.
 
 In a trial a block is *replayed* (as little memory as there is), *alone* (left as it is) or *observed* (alone, and seen op by
-op, forward and backward). Reading memory takes time, so a trial reads either bytes or seconds.
+op, forward and backward). Reading memory takes time, so a trial reads either bytes or seconds. A compiled block is observed
+uncompiled, and *watched* alone: what its graph saves is counted.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from hyper_parallel.core.activation_checkpoint.policy import ByOpName
 
 __all__ = [
     "ALONE",
+    "ALONE_WATCHED",
     "KEEP_NOTHING",
     "OBSERVED",
     "REGION",
@@ -29,6 +31,7 @@ __all__ = [
 ]
 
 ALONE, OBSERVED, REPLAYED, REPLAYED_SWAPPED = "alone", "observed", "replayed", "replayed, inputs swapped"
+ALONE_WATCHED = "alone, and what its graph saves is counted"  # a compiled block
 REGION = "a region whose policy keeps nothing"  # what asking costs the host
 KEEP_NOTHING: Final = ByOpName({})
 
@@ -65,6 +68,7 @@ class BlockCall:
     backward_end: TrialPoint | None = None
     output_bytes: int = 0
     seen: ObservedCall | None = None
+    saved_bytes: dict[int, int] = dataclasses.field(default_factory=dict)  # by storage, of a watched block
     nodes: list[NodeRun] = dataclasses.field(default_factory=list)
 
 

@@ -7,6 +7,8 @@ the partitioner puts what is to be recomputed into the backward graph. No policy
 * *Fates.* Save is ``MUST_SAVE``, recompute is ``PREFER_RECOMPUTE``. Ops whose outputs are never kept (``ops.py``) are recomputed.
 * *Swapping.* A graph cannot swap. What the policy swaps is saved by the graph. Where the region is the whole graph
   (``compiled_calls.py``) hooks around it swap those values; elsewhere they stay on the device, with one :class:`CompileWarning`.
+  A wrapper may name the ops whose kept outputs it swaps (``InGraph.swapped``). Wrappers whose policies keep the same values
+  share one graph then, whatever each of them swaps.
 * *Guards.* Dynamo compares functions by their code, also where they close over different values. So a policy travels in a
   :class:`GraphRegion`, which dynamo compares by identity. Equal policies share one, and so blocks with equal policies share
   compiled code.
@@ -30,15 +32,17 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as torch_contexts
 
+from hyper_parallel.backends.torch.op_names import op_name, op_overload
 from hyper_parallel.backends.torch.ops import facts_of
 from hyper_parallel.backends.torch.random_state import RandomState
-from hyper_parallel.backends.torch.saved_places import watch_saved_places
+from hyper_parallel.backends.torch.saved_places import KeptOp, OpKey, TracedGraph, watch_saved_places
 from hyper_parallel.backends.torch.selective import create_selective_checkpoint_contexts
 from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.call_keywords import CHECKPOINT_SETTINGS
 from hyper_parallel.core.activation_checkpoint.calls import ContextPair
 from hyper_parallel.core.activation_checkpoint.contexts import Nested
 from hyper_parallel.core.activation_checkpoint.policy import PolicyContext, PolicyTable, fate_of_op
+from hyper_parallel.core.activation_checkpoint.step_memory import MemoryChange
 from hyper_parallel.errors import CompileWarning
 from hyper_parallel.fates import Fate
 from hyper_parallel.platform.torch import compat
@@ -57,35 +61,30 @@ _SAVED_SWAPS: Final = (
 class GraphRegion:
     """What a traced region is to recompute; made by :func:`graph_region` alone."""
 
-    def __init__(self, policy: Any, where: str, *, swaps_inputs: bool) -> None:
+    def __init__(self, policy: Any, where: str) -> None:
         self.policy = policy  # None: everything is recomputed
         self.where = where
-        self.swaps_inputs = swaps_inputs
 
     def __reduce__(self) -> Any:  # copies of a model share compiled code
-        return _unpickled, (self.policy, self.where, self.swaps_inputs)
+        return graph_region, (self.policy, self.where)
 
 
 _REGIONS: weakref.WeakValueDictionary[Hashable, GraphRegion] = weakref.WeakValueDictionary()
 _LOCK = threading.Lock()
 
 
-def graph_region(policy: Any, where: str, *, swaps_inputs: bool = False) -> GraphRegion:
+def graph_region(policy: Any, where: str) -> GraphRegion:
     """The region with this policy; the same object for equal policies."""
     try:
         hash(policy)
-        key: Hashable = (policy, where, swaps_inputs)
+        key: Hashable = (policy, where)
     except TypeError:
-        key = (id(policy), where, swaps_inputs)  # the region holds the policy, so that its id names nothing else
+        key = (id(policy), where)  # the region holds the policy, so that its id names nothing else
     with _LOCK:
         region = _REGIONS.get(key)
         if region is None:
-            region = _REGIONS[key] = GraphRegion(policy, where, swaps_inputs=swaps_inputs)
+            region = _REGIONS[key] = GraphRegion(policy, where)
         return region
-
-
-def _unpickled(policy: Any, where: str, swaps_inputs: bool) -> GraphRegion:
-    return graph_region(policy, where, swaps_inputs=swaps_inputs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,6 +94,15 @@ class InGraph:
     region: GraphRegion | None  # None: nothing is recomputed, and what the module saves is to be swapped
     bound: dict[str, Any]  # keywords of the module that the wrapper was made with
     swap_config: SwapConfig | None = None
+    swaps_inputs: bool = False
+    swapped: frozenset[OpKey] | None = None  # of the ops that the policy keeps; None: those that it answers to swap
+    predicted: MemoryChange | None = None  # what the line about the first step names
+
+    @property
+    def may_swap(self) -> bool:
+        """Whether hooks around the graph have anything to do."""
+        asks_policy = self.swapped is None and self.region is not None and self.region.policy is not None
+        return self.swaps_inputs or asks_policy or bool(self.swapped)
 
 
 def region_in_graph(function: Callable[..., Any], keywords: dict[str, Any], label: str) -> InGraph | None:
@@ -108,10 +116,9 @@ def region_in_graph(function: Callable[..., Any], keywords: dict[str, Any], labe
     if getattr(function, "is_traced_by_torch", False) is False or keywords.get("context_fn") is not None:
         return None
     bound = {name: value for name, value in keywords.items() if name not in CHECKPOINT_SETTINGS}
-    region = graph_region(
-        keywords.get("policy_fn"), f"checkpoint of {label}", swaps_inputs=bool(keywords.get("swap_inputs"))
-    )
-    return InGraph(region=region, bound=bound, swap_config=keywords.get("swap_config"))
+    region = graph_region(keywords.get("policy_fn"), f"checkpoint of {label}")
+    swap_config, swaps_inputs = keywords.get("swap_config"), bool(keywords.get("swap_inputs"))
+    return InGraph(region=region, bound=bound, swap_config=swap_config, swaps_inputs=swaps_inputs)
 
 
 def run_in_graph(
@@ -121,8 +128,6 @@ def run_in_graph(
 
     ``graph``: a number for the traced graph, where the region is all of it and hooks around it may swap.
     """
-    if graph is None and region.swaps_inputs:
-        warn_of_saved_swaps()
 
     def call() -> Any:  # dynamo makes arguments of the tensors that it closes over, also of those in containers
         return function(*args, **kwargs)
@@ -135,9 +140,8 @@ def contexts_in_graph(region: GraphRegion, graph: int | None) -> ContextPair:
     """The contexts of one region; called while AOTAutograd traces, or while the graph runs op by op."""
     if not compat.is_tracing_autograd():
         return _contexts_op_by_op(region)
-    if graph is not None:
-        watch_saved_places(graph)
-    contexts: ContextPair = torch_contexts(_TracedPolicy(region, graph))
+    traced = None if graph is None else watch_saved_places(graph)
+    contexts: ContextPair = torch_contexts(_TracedPolicy(region, graph, traced))
     return contexts
 
 
@@ -152,9 +156,10 @@ def warn_of_saved_swaps() -> None:
 class _TracedPolicy:
     """A policy of ours, asked by torch's selective contexts."""
 
-    def __init__(self, region: GraphRegion, graph: int | None) -> None:
+    def __init__(self, region: GraphRegion, graph: int | None, traced: TracedGraph | None) -> None:
         self._region = region
         self._graph = graph
+        self._traced = traced
         self._answers: dict[Any, Fate | Callable[[], Fate]] = {}
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> TorchPolicy:
@@ -164,15 +169,25 @@ class _TracedPolicy:
         if facts_of(op).replay_reason is not None:
             return TorchPolicy.PREFER_RECOMPUTE
         fate = self._fate_of(op, args, kwargs)
+        is_marked = self._mark(ctx, op, fate)
         if fate is Fate.RECOMPUTE:
             return TorchPolicy.PREFER_RECOMPUTE
-        if fate is Fate.SWAP and not self._mark(ctx):
+        if fate is Fate.SWAP and not is_marked:
             warn_of_saved_swaps()
         return TorchPolicy.MUST_SAVE
 
-    def _mark(self, ctx: Any) -> bool:
-        """Whether the op's outputs were marked, for the hooks around the graph."""
-        return self._graph is not None and compat.mark_outputs(ctx, self._graph)
+    def _mark(self, ctx: Any, op: Any, fate: Fate) -> bool:
+        """Count the op; mark the output of one that is kept, for the hooks around the graph. False: it cannot be marked."""
+        traced = self._traced
+        if traced is None or self._graph is None:
+            return False
+        name = op_name(op), op_overload(op)
+        number = traced.asked[name]
+        traced.asked[name] += 1
+        if fate is not Fate.RECOMPUTE:
+            kept = KeptOp((*name, number), fate is Fate.SWAP)
+            traced.is_marked &= compat.mark_outputs(ctx, self._graph, kept)
+        return traced.is_marked
 
     def _fate_of(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Fate:
         region = self._region

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hyper_parallel.backends.torch.checkpointing import checkpoint, swap
-from hyper_parallel.backends.torch.compiled_calls import NOT_COMPILED, call_compiled
+from hyper_parallel.backends.torch.compiled_calls import NOT_COMPILED, call_compiled, refuse_cuda_graphs
 from hyper_parallel.backends.torch.graph_regions import InGraph, region_in_graph, run_in_graph, warn_of_saved_swaps
 from hyper_parallel.backends.torch.saved_tensors import TensorPolicy
 from hyper_parallel.backends.torch.tensor_adapter import TENSORS
@@ -143,7 +143,7 @@ class CheckpointWrapper(wrapper.CheckpointCalls, ActivationWrapper, is_plain=Tru
     ) -> None:
         super().__init__(module, checkpoint_fn, **keywords)
         function, keywords, _ = self._settings
-        self._in_graph = region_in_graph(function, keywords, label_of(module, TENSORS))
+        self._in_graph = region_in_graph(function, keywords, label_of(compat.uncompiled(module), TENSORS))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module under the checkpoint function."""
@@ -156,11 +156,11 @@ class CheckpointWrapper(wrapper.CheckpointCalls, ActivationWrapper, is_plain=Tru
             return self._wrapped(*args, **kwargs)
         in_graph = self._in_graph
         if in_graph is not None and in_graph.region is not None and torch.is_grad_enabled():
-            output = call_compiled(
-                in_graph.region, self._wrapped, args, {**in_graph.bound, **kwargs}, in_graph.swap_config
-            )
+            output = call_compiled(in_graph, self._wrapped, args, {**in_graph.bound, **kwargs})
             if output is not NOT_COMPILED:
                 return output
+        elif in_graph is not None and torch.is_grad_enabled():
+            refuse_cuda_graphs(self._wrapped)
         return self._call_checkpointed(args, kwargs)
 
     def _call_in_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -170,6 +170,8 @@ class CheckpointWrapper(wrapper.CheckpointCalls, ActivationWrapper, is_plain=Tru
             return self._call_checkpointed(args, kwargs)
         if in_graph.region is None:
             return _saved_in_graph(self._wrapped, args, {**in_graph.bound, **kwargs})
+        if in_graph.swaps_inputs or in_graph.swapped:
+            warn_of_saved_swaps()
         return run_in_graph(in_graph.region, self._wrapped, args, {**in_graph.bound, **kwargs})
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -191,6 +193,7 @@ class SwapWrapper(wrapper.SwapCalls, ActivationWrapper, is_plain=True):
             return node
         if is_exporting() or not torch.is_grad_enabled():
             return self._wrapped(*args, **kwargs)
+        refuse_cuda_graphs(self._wrapped)
         return self._call_swapped(args, kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:

@@ -6,13 +6,15 @@ What a release of torch changes is adapted here. Private names of torch that all
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.fx.traceback
@@ -27,13 +29,18 @@ __all__ = [
     "TAKES_RESPECT_HOOKS",
     "OBJECT_OUTLIVES_STORAGE",
     "bare_op",
+    "around_compiled_call",
     "become",
+    "call_with_hooks",
     "checkpoint",
+    "compiler_name",
     "compiler_of",
     "constant_in_graph",
     "end_watch_of_partition",
     "foreach_norm",
+    "has_own_hooks",
     "hooks_around_checkpoint",
+    "is_compiled_in_place",
     "is_freed",
     "is_making_graph",
     "is_tracing_autograd",
@@ -42,6 +49,7 @@ __all__ = [
     "new_named_group",
     "own_code",
     "run_eagerly",
+    "runs_cuda_graphs",
     "selective_mode",
     "set_local_tensor",
     "skip_in_compiler",
@@ -238,17 +246,17 @@ def module_in_graph() -> str:
     return ".".join(names[starts[-1] :]) if starts else ""
 
 
-_MARK = "hyper_parallel_swapped_in_graph"  # in a node's meta: the number of the graph whose hooks swap the value
+_MARK = "hyper_parallel_kept_in_graph"  # in a node's meta: the number of the graph, and what its hooks are told of the value
 
 
-def mark_outputs(ctx: Any, number: int) -> bool:
+def mark_outputs(ctx: Any, number: int, mark: Any) -> bool:
     """Mark the nodes that made the output of an op, from inside a selective policy; False where torch does not show them."""
     output = getattr(ctx, "op_output", None)  # 2.13
     tracer = getattr(torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY), "tracer", None)
     nodes = [_node_of(value, tracer) for value in torch.utils._pytree.tree_leaves(output)]
     for node in nodes:
         if node is not None:
-            node.meta[_MARK] = number
+            node.meta[_MARK] = number, mark
     return any(node is not None for node in nodes)
 
 
@@ -267,8 +275,8 @@ _WATCHED: list[tuple[int, Any, Any]] = []
 """The thread that watches, the module of the partitioner and its function, while ours is in its place."""
 
 
-def watch_partition(report: Callable[[tuple[bool, ...]], None], number: int) -> None:
-    """Report, for each value that the graph partitioned next saves through hooks, whether it was marked with ``number``."""
+def watch_partition(report: Callable[[tuple[Any, ...]], None], number: int) -> None:
+    """Report, for each value that the graph partitioned next saves through hooks, its mark under ``number``, or None."""
     from torch._functorch import partitioners
 
     end_watch_of_partition()
@@ -279,7 +287,7 @@ def watch_partition(report: Callable[[tuple[bool, ...]], None], number: int) -> 
     def extract_and_report(joint: Any, saved_values: list[Any], *args: Any, **kwargs: Any) -> Any:
         made = extract(joint, saved_values, *args, **kwargs)
         seen = [node for node in saved_values if not node.meta.get("saved_tensor_with_no_vc_check", False)]
-        report(tuple(_is_marked(node, number) for node in seen))
+        report(tuple(_mark_of(node, number) for node in seen))
         return made
 
     _WATCHED.append((threading.get_ident(), partitioners, extract))
@@ -293,15 +301,17 @@ def end_watch_of_partition() -> None:
         module._extract_fwd_bwd_modules = extract
 
 
-def _is_marked(node: Any, number: int) -> bool:
-    """Whether a node, or what it is a view of, was marked."""
-    while node.meta.get(_MARK) != number:
+def _mark_of(node: Any, number: int) -> Any:
+    """The mark of a node, or of what it is a view of; None for none."""
+    while True:
+        marked, mark = node.meta.get(_MARK, (None, None))
+        if marked == number:
+            return mark
         returns = getattr(getattr(node.target, "_schema", None), "returns", ())
         is_view = any(result.alias_info is not None for result in returns)
         if not is_view or not node.all_input_nodes:
-            return False
+            return None
         node = node.all_input_nodes[0]
-    return True
 
 
 def compiler_of(module: torch.nn.Module) -> Any:  # torch._dynamo.eval_frame._TorchDynamoContext | None
@@ -317,10 +327,71 @@ def compiler_of(module: torch.nn.Module) -> Any:  # torch._dynamo.eval_frame._To
     return held if isinstance(held, dynamo.eval_frame.OptimizeContext) else None
 
 
-def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
+def runs_cuda_graphs(module: torch.nn.Module) -> bool:
+    """Whether the module is compiled into CUDA graphs; on other devices the modes that ask for them do not make any."""
+    compiler = compiler_of(module)
+    config = getattr(_backend_of(compiler), "config", None) if compiler is not None else None
+    return bool(isinstance(config, dict) and config.get("triton.cudagraphs")) and _is_on_cuda(module)
+
+
+def _is_on_cuda(module: torch.nn.Module) -> bool:
+    return any(parameter.is_cuda for parameter in module.parameters())
+
+
+def _backend_of(compiler: Any) -> Any:
+    callback = compiler.callback
+    while hasattr(callback, "_torchdynamo_orig_backend"):
+        callback = callback._torchdynamo_orig_backend
+    return getattr(callback, "compiler_fn", callback)
+
+
+def compiler_name(module: torch.nn.Module) -> str | None:
+    """The backend that compiles the whole module, with its options; None if nothing does."""
+    compiler = compiler_of(module)
+    if compiler is None:
+        return None
+    backend = _backend_of(compiler)
+    return str(getattr(backend, "compiler_name", getattr(backend, "__name__", type(backend).__name__)))
+
+
+def uncompiled(module: Any) -> Any:  # torch.nn.Module | Callable[..., Any]
     """The module inside ``torch.compile(module)``, or the module itself."""
     dynamo: Any = sys.modules.get("torch._dynamo")
     return module._orig_mod if dynamo is not None and isinstance(module, dynamo.OptimizedModule) else module
+
+
+def is_compiled_in_place(module: torch.nn.Module) -> bool:
+    """Whether ``module.compile()`` was called: the module's hooks are a part of what is compiled."""
+    return module.__dict__.get("_compiled_call_impl") is not None
+
+
+@contextlib.contextmanager
+def around_compiled_call(module: torch.nn.Module, around: Callable[..., Any]) -> Iterator[None]:
+    """Let ``around(call, *args, **kwargs)`` stand for each call of a module that was compiled in place."""
+    compiled = module.__dict__["_compiled_call_impl"]
+    module.__dict__["_compiled_call_impl"] = functools.partial(around, compiled)
+    try:
+        yield
+    finally:
+        module.__dict__["_compiled_call_impl"] = compiled
+
+
+_OWN_HOOKS: Final = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def has_own_hooks(module: torch.nn.Module) -> bool:
+    """Whether hooks on this very module run around its forward."""
+    return any(module.__dict__.get(name) for name in _OWN_HOOKS)
+
+
+def call_with_hooks(module: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call a module with another function in the place of its forward: its hooks run around that."""
+    before = module.__dict__["forward"]  # ``torch.compile(module)`` has a forward of its own
+    module.__dict__["forward"] = forward
+    try:
+        return torch.nn.Module.__call__(module, *args, **kwargs)
+    finally:
+        module.__dict__["forward"] = before
 
 
 def own_code(function: Any) -> Callable[..., Any]:  # types.FunctionType

@@ -6,6 +6,7 @@ mode. So these tests swap CPU tensors to the disk tier, which needs no mode: the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,17 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts as torch_contexts
 
 import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy, SwapConfig
+from hyper_parallel.backends.torch.planner.plan_regions import PlannedRegion
+from hyper_parallel.backends.torch.wrappers import CheckpointWrapper
+from hyper_parallel.config import current_config
 from hyper_parallel.core.activation_checkpoint.policy import ByOpName
+from hyper_parallel.fates import Fate
+from hyper_parallel.planner.plan import OpDecision, RegionPlan
 from hyper_parallel.platform.torch import compat
 
 from .parts import BLOCKS, Block, CountingBackend, GraphsBackend, assert_same, graph_breaks, graphs_traced, stack, step
@@ -248,3 +256,58 @@ def test_a_retained_graph_of_a_compiled_block() -> None:
         before = hp.stats().swapped_out_bytes
         assert_same(twice(stack(lambda block, w=wrap: w(torch.compile(block, backend="aot_eager")))), wanted)
         assert hp.stats().swapped_out_bytes > before
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_swaps_out_of_cuda_graphs_are_refused_by_name(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no CUDA device here, so a model is said to be on one. On a CPU these modes make no CUDA graphs."""
+    monkeypatch.setattr(compat, "_is_on_cuda", lambda module: True)
+    block = torch.compile(Block(), mode=mode)
+    x = torch.ones(24, 16, requires_grad=True)
+    for wrapped in (
+        hp.swap_wrapper(block),
+        hp.checkpoint_wrapper(block, swap_inputs=True),
+        hp.checkpoint_wrapper(block, policy_fn=SWAP_ADDMM),
+    ):
+        with pytest.raises(hp.HyperParallelError, match=r"Block: cannot swap .* it runs as a CUDA graph"):
+            wrapped(x)
+    assert not compat.runs_cuda_graphs(torch.compile(Block(), mode="max-autotune-no-cudagraphs"))
+    assert not compat.runs_cuda_graphs(torch.compile(Block(), backend="aot_eager"))
+    assert not compat.runs_cuda_graphs(Block())
+
+
+def test_hooks_on_a_compiled_module_run_around_the_region() -> None:
+    """``fully_shard(torch.compile(block))`` lives from such hooks."""
+    seen: list[str] = []
+    plain = Block()
+    block = torch.compile(plain, backend="aot_eager", fullgraph=True)
+    block.register_forward_pre_hook(lambda module, args: seen.append("before") or (2 * args[0],))
+    block.register_forward_hook(lambda module, args, output: seen.append("after") or 3 * output)
+    wrapped = hp.checkpoint_wrapper(block, policy_fn=SWAP_ADDMM)
+    x = torch.ones(24, 16, requires_grad=True)
+    output = wrapped(x)
+    assert seen == ["before", "after"]
+    got = torch.autograd.grad(output.sum(), [x, *plain.parameters()])
+    assert_same(list(got), list(torch.autograd.grad(3 * plain(2 * x).sum(), [x, *plain.parameters()])))
+    assert hp.stats().swapped_out_bytes == UP_BYTES
+    assert block.forward is block.__dict__["forward"]
+
+
+@pytest.mark.parametrize("fate", [Fate.SAVE, Fate.SWAP])
+def test_a_plans_region_under_inductor_is_torchs_own_checkpoint_in_the_graph(fate: Fate) -> None:
+    torch.manual_seed(0)
+    block = Block()
+
+    def torchs_own(x: torch.Tensor) -> torch.Tensor:
+        contexts = functools.partial(torch_contexts, [torch.ops.aten.addmm.default])
+        return torch_checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+
+    ops = tuple(
+        OpDecision(name="addmm", overload="default", module="", occurrence=at, fate=fate, reason="") for at in range(2)
+    )
+    region = PlannedRegion(RegionPlan(module="", input_fate=Fate.SAVE, ops=ops), current_config())
+    planned = CheckpointWrapper(torch.compile(block, fullgraph=True), region)
+    compiled = torch.compile(torchs_own, fullgraph=True)
+    wanted = step(lambda x: compiled(x).square().sum(), block.parameters())
+    assert_same(step(lambda x: planned(x).square().sum(), block.parameters()), wanted)
+    assert hp.stats().swapped_out_bytes == (UP_BYTES if fate is Fate.SWAP else 0)

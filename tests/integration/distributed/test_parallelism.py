@@ -8,7 +8,7 @@ import pytest
 
 from .launch import PASSED, check_names, run_checks
 
-MODULES = ("checks_data_parallel", "checks_model_parallel")
+MODULES = ("checks_data_parallel", "checks_model_parallel", "checks_compiled")
 
 
 @functools.cache

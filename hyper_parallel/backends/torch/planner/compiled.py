@@ -4,22 +4,40 @@ Plans, rules and profiles decide about single ops. Compiled code hides them: mos
 mode sees, and a buffer that a visible op made may be overwritten by an invisible kernel. A value saved there could change
 without a trace. Running such a block uncompiled instead would change its numbers and its speed silently.
 
-* Wrappers and rules (with the presets) on a block that is compiled as a whole put their region into its graph.
-* Plans and profiles of compiled blocks are refused by name: a profile measures single ops. So are rules where only a part of a
-  block is compiled.
+* Wrappers, rules (with the presets) and plans on a block that is compiled as a whole put their region into its graph.
+* Profiles and tables of ops run such a block uncompiled, in trial steps alone, to see its ops.
+* Where only a part of a block is compiled, and where the whole model is, they are refused by name.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
+from hyper_parallel.backends.planning.module_tree import BlockRef
 from hyper_parallel.errors import PlanError
 from hyper_parallel.platform.torch import compat
 
-__all__ = ["refuse_compiled"]
+__all__ = ["is_compiled", "refuse_compiled", "refuse_compiled_around", "run_uncompiled"]
+
+
+def is_compiled(block: nn.Module) -> bool:
+    """Whether a block is compiled as a whole."""
+    return compat.compiler_of(block) is not None
+
+
+def run_uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function; whatever is compiled inside runs uncompiled."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.compiler.set_stance("force_eager"):
+            return function(*args, **kwargs)
+
+    return run
 
 
 def refuse_compiled(path: str, block: nn.Module, *, may_be_whole: bool = False) -> None:
@@ -32,9 +50,26 @@ def refuse_compiled(path: str, block: nn.Module, *, may_be_whole: bool = False) 
             where = f"{path}.{inner}" if inner else path
             raise PlanError(
                 f"{path}: cannot follow a plan or rules, because {where} is compiled ({how}), and compiled code does not show "
-                "its single ops. The model is as it was. What works on blocks that are compiled as a whole: rules and presets "
-                "(hp.apply_rules), hp.checkpoint_wrapper(block, policy_fn=..., swap_inputs=True) and hp.swap_wrapper(block)."
+                "its single ops. The model is as it was. Compile the whole block instead: torch.compile(block) or "
+                "block.compile(). Plans, rules and wrappers put their decisions into the block's graph then."
             )
+
+
+def refuse_compiled_around(who: str, model: nn.Module, blocks: Sequence[BlockRef]) -> None:
+    """Refuse blocks inside a compiled module: a trial step cannot treat them one by one there."""
+    modules = dict(model.named_modules())
+    for block in blocks:
+        names = block.name.split(".")
+        for count in range(len(names)):
+            path = ".".join(names[:count])
+            how = _how_compiled(modules[path])
+            if how is not None:
+                raise PlanError(
+                    f"{who}: cannot measure {block.name}, because {path or 'the model'} around it is compiled as one graph "
+                    f"({how}). "
+                    "Compile block by block: torch.compile(block) or block.compile() for each block. Inside one graph, "
+                    "hp.checkpoint_wrapper, presets and rules work without a budget."
+                )
 
 
 def _how_compiled(module: nn.Module) -> str | None:

@@ -11,9 +11,9 @@ from torch import nn
 from hyper_parallel.backends.torch.checkpointing import checkpoint, swap
 from hyper_parallel.backends.torch.first_step import set_predicted
 from hyper_parallel.backends.torch.graph import is_in_backward
+from hyper_parallel.backends.torch.op_names import op_name, op_overload
 from hyper_parallel.backends.torch.planner.blocks import TREE
 from hyper_parallel.backends.torch.planner.compiled import refuse_compiled
-from hyper_parallel.backends.torch.planner.op_names import op_name, op_overload
 from hyper_parallel.backends.torch.wrappers import CheckpointWrapper
 from hyper_parallel.platform.torch import compat
 

@@ -7,7 +7,8 @@ the modules of the blocks, around whatever was applied to them, and on tensors b
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from hyper_parallel.backends.planning.segments import call_order
 from hyper_parallel.backends.planning.trials import TrialPoint, TrialStep
 from hyper_parallel.backends.torch.graph import is_in_backward
 from hyper_parallel.backends.torch.planner.survey import on_backward
+from hyper_parallel.platform.torch import compat
 from hyper_parallel.records.moments import MOMENTS, MomentBytes
 
 __all__ = ["MomentPeaks", "moments_of_trial", "watched_moments"]
@@ -77,19 +79,25 @@ def watched_moments(model: nn.Module, names: Sequence[str], peaks: MomentPeaks) 
     """One step is run inside."""
     modules = dict(model.named_modules())
     blocks = [modules[name] for name in dict.fromkeys(names) if name in modules]
-    handles = []
-    for block in blocks:
-        handles.append(block.register_forward_pre_hook(peaks.begin_block, with_kwargs=True))
-        handles.append(block.register_forward_hook(peaks.end_block))
-    try:
+    with contextlib.ExitStack() as watched:
+        for block in blocks:
+            if compat.is_compiled_in_place(block):  # its hooks would be traced into its graph
+                watched.enter_context(compat.around_compiled_call(block, functools.partial(_around, peaks, block)))
+            else:
+                watched.callback(block.register_forward_pre_hook(peaks.begin_block, with_kwargs=True).remove)
+                watched.callback(block.register_forward_hook(peaks.end_block).remove)
         if blocks:
             peaks.begin()
         yield
         if blocks:
             peaks.enter(_BEFORE)
-    finally:
-        for handle in handles:
-            handle.remove()
+
+
+def _around(peaks: MomentPeaks, block: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    peaks.begin_block(block, args, kwargs)
+    output = call(*args, **kwargs)
+    peaks.end_block(block, args, output)
+    return output
 
 
 def moments_of_trial(trial: TrialStep) -> MomentBytes | None:

@@ -20,8 +20,8 @@ from hyper_parallel.backends.planning.meters import Meter
 from hyper_parallel.backends.planning.module_paths import ModulePaths
 from hyper_parallel.backends.planning.observed import SIDE_OUTPUT, ObservedCall, ObservedOp
 from hyper_parallel.backends.torch.graph import next_sequence
+from hyper_parallel.backends.torch.op_names import op_name, op_overload
 from hyper_parallel.backends.torch.ops import facts_of, is_weight_cast
-from hyper_parallel.backends.torch.planner.op_names import op_name, op_overload
 from hyper_parallel.backends.torch.storages import alias, storage_watch
 from hyper_parallel.planner.profile import BLOCK_INPUT
 
@@ -43,13 +43,20 @@ class OpObserver(TorchDispatchMode):
     """Writes one block call down. What it measures costs time, so bytes and seconds are read in different steps."""
 
     def __init__(
-        self, block: str, paths: ModulePaths, *, clock: Meter | None = None, memory: Meter | None = None
+        self,
+        block: str,
+        paths: ModulePaths,
+        *,
+        clock: Meter | None = None,
+        memory: Meter | None = None,
+        is_compiled: bool = False,
     ) -> None:
         super().__init__()
         self.seen = ObservedCall(block)
         self._paths = paths
         self._clock = clock
         self._memory = memory
+        self._is_compiled = is_compiled  # a traced graph has casts of weights like any other op, and counts them
         self._producers: dict[int, int] = {}  # storage key: op, or BLOCK_INPUT
         self._watches: list[Any] = []  # while a storage is watched its key names no other
         self._sizes: dict[tuple[int, int], int] = {}  # (op, storage key): bytes, to count what is kept once
@@ -111,7 +118,7 @@ class OpObserver(TorchDispatchMode):
     def _begin(self, op: Any, facts: Any, args: Any, kwargs: Any) -> ObservedOp:
         is_cast = facts.may_be_weight_cast and is_weight_cast(args)
         is_asked = facts.replay_reason is None and not is_cast
-        key = ("weight_cast" if is_cast else op_name(op), op_overload(op))
+        key = ("weight_cast" if is_cast and not self._is_compiled else op_name(op), op_overload(op))
         read = [tensor.untyped_storage()._cdata for tensor in plain_tensors((args, kwargs))]
         self._read = read
         seen = ObservedOp(

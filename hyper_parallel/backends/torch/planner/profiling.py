@@ -8,6 +8,9 @@ Order of trials
 3. *Host*: what it takes to issue each block as a region (see ``host_costs``). A simulated device is the host: not there.
 4. *Seconds*, several times: as for bytes, with clocks; the others swap their inputs, so that the link is measured under load.
 5. *Plain*: nothing changed, where that fits: the step's own peak and time, and then host and device apart.
+
+Compiled blocks are observed uncompiled, and run compiled in all other trials. After the survey the graph that recomputes
+everything is compiled. It and the blocks' own graph are run for their peaks and for what is saved (``graph_trials``).
 """
 
 from __future__ import annotations
@@ -43,7 +46,9 @@ from hyper_parallel.backends.torch.planner.blocks import (
     fingerprint_of,
     require_module,
 )
+from hyper_parallel.backends.torch.planner.compiled import is_compiled
 from hyper_parallel.backends.torch.planner.device_memory import memory_of, optimizers_of
+from hyper_parallel.backends.torch.planner.graph_trials import GraphTrials, compiled_kind
 from hyper_parallel.backends.torch.planner.host_costs import Issued, host_cost, issued
 from hyper_parallel.backends.torch.planner.links import measure_link
 from hyper_parallel.backends.torch.planner.meters import Meter, meter_for
@@ -69,6 +74,7 @@ from hyper_parallel.errors import BudgetTooSmallError
 from hyper_parallel.planner.block_trace import replayed_ops
 from hyper_parallel.planner.profile import BaseBytes, Block, BlockKind, HostCost, Measured, Profile
 from hyper_parallel.planner.step_inputs import StepInputs
+from hyper_parallel.platform.torch import compat
 from hyper_parallel.records.versions import Versions
 
 __all__ = ["profile_memory"]
@@ -124,6 +130,7 @@ class _Trials:
     region: TrialStep | None  # every block a region; the host's seconds. None: a simulated device
     alone: TrialStep | None  # every block left alone; the host's seconds. None: simulated, or does not fit
     busy: TrialStep | None  # the same, with the device's seconds
+    graphs: GraphTrials | None  # None: no block is compiled
 
 
 class _Profiler:
@@ -155,10 +162,13 @@ class _Profiler:
         survey = self._survey()
         kinds, stand_ins = group_by_kind(TREE, survey.calls, self.blocks)
         observed = {survey.calls[at].block for at in stand_ins}
+        graphs = GraphTrials.run(self.blocks, observed, self._trial_of)
         base = self._base()
         memory = self._trial(observed, rest=REPLAYED, reads_memory=True)
-        self._issued(REGION)  # proves the tapes
+        first = self._issued(REGION)  # proves the tapes
         region = None if self.meter.is_simulated else self._issued(REGION)
+        if graphs is not None:
+            graphs.timed = first if region is None else self._issued(REGION, _holds_of(region))
         holds = {} if region is None else _holds_of_observed(region, observed, memory)
         timings = self._enough(lambda: self._timed(observed, holds))
         kept = sum(kept_bytes(memory, survey.calls[stand_ins[kind]].block) for kind in kinds)
@@ -179,6 +189,7 @@ class _Profiler:
                 region=region,
                 alone=alone,
                 busy=busy,
+                graphs=graphs,
             )
         )
 
@@ -186,7 +197,7 @@ class _Profiler:
 
     def _survey(self) -> Survey:
         try:
-            with surveyed(self.model, self.blocks) as survey:
+            with surveyed(self.model, self.blocks, who="profile_memory") as survey:
                 self.step()
         except Exception as error:
             if not self.meter.is_out_of_memory(error):
@@ -227,6 +238,16 @@ class _Profiler:
         is_idle_before_blocks: bool = False,
     ) -> TrialStep:
         how = {block.name: OBSERVED if block.name in observed else rest for block in self.blocks}
+        return self._trial_of(how, reads_memory=reads_memory, holds=holds, is_idle_before_blocks=is_idle_before_blocks)
+
+    def _trial_of(
+        self,
+        how: Mapping[str, str],
+        *,
+        reads_memory: bool,
+        holds: Mapping[str, Issued] | None = None,
+        is_idle_before_blocks: bool = False,
+    ) -> TrialStep:
         with trial_step(
             self.model,
             self.blocks,
@@ -325,16 +346,20 @@ class _Profiler:
         module = next(block.module for block in self.blocks if block.name == name)
         members = [number for number, of in enumerate(trials.kinds) if of == kind]
         timed = trials.plain if trials.busy is None else [trials.busy]
+        forward = median([forward_seconds(one, number) for one in timed for number in members])
+        backward = median([backward_seconds(one, number) for one in timed for number in members])
+        graphs = trials.graphs if is_compiled(module) else None
         made = make_kind(
-            type(module).__name__,
+            type(compat.uncompiled(module)).__name__,
             call_of(trials.memory, name),
             [(one, call_of(one, name)) for one in trials.timings],
-            forward_seconds=median([forward_seconds(one, number) for one in timed for number in members]),
-            backward_seconds=median([backward_seconds(one, number) for one in timed for number in members]),
-            runs_from_tape=runs_from_tape(module),
+            forward_seconds=forward if graphs is None else None,
+            backward_seconds=backward if graphs is None else None,
+            runs_from_tape=graphs is not None or runs_from_tape(module),
             host_seconds=_host_seconds(trials, members, host),
         )
-        return dataclasses.replace(made, weight_bytes=_bytes_of(module.parameters()))
+        made = dataclasses.replace(made, weight_bytes=_bytes_of(module.parameters()))
+        return made if graphs is None else compiled_kind(made, graphs, name, members, forward, backward)
 
     def _measured(self, plain: Sequence[TrialStep], weighed: TrialStep | None) -> Measured:
         under = "none"

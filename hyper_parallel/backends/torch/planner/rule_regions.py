@@ -11,10 +11,10 @@ from hyper_parallel.backends.planning import rule_regions
 from hyper_parallel.backends.planning.module_paths import path_in_block
 from hyper_parallel.backends.planning.rule_regions import POLICIES, AppliedRules, apply_rules_to
 from hyper_parallel.backends.torch.graph_regions import InGraph, graph_region
+from hyper_parallel.backends.torch.op_names import op_name
 from hyper_parallel.backends.torch.planner.blocks import find_blocks, require_module
 from hyper_parallel.backends.torch.planner.framework import TORCH
 from hyper_parallel.backends.torch.planner.module_calls import find_blocks_of_step
-from hyper_parallel.backends.torch.planner.op_names import op_name
 from hyper_parallel.backends.torch.planner.survey import list_ops, require_step
 from hyper_parallel.core.activation_checkpoint.activation_checkpoint import CheckpointPolicy
 from hyper_parallel.core.activation_checkpoint.policy import PolicyTable
@@ -32,8 +32,8 @@ class RuledRegion(rule_regions.RuledRegion):
     def in_graph(self, label: str) -> InGraph:
         """The same in a traced graph."""
         policy = RulesInGraph(self._rules, self.block, self._inner, self._traced)
-        region = graph_region(policy, f"rules on {label}", swaps_inputs=self._swaps_inputs)
-        return InGraph(region=region, bound={})
+        region = graph_region(policy, f"rules on {label}")
+        return InGraph(region=region, bound={}, swaps_inputs=self._swaps_inputs)
 
 
 class RulesInGraph(PolicyTable):

@@ -24,6 +24,7 @@ from hyper_parallel.backends.torch.planner.survey import Survey, require_step, s
 from hyper_parallel.backends.torch.planner.trial_guard import restored_after
 from hyper_parallel.config import current_config
 from hyper_parallel.planner.step_identity import StepIdentity
+from hyper_parallel.platform.torch import compat
 
 __all__ = ["identify_step"]
 
@@ -40,7 +41,7 @@ def identify_step(
     meter = meter_for(device, who=who)
     with restored_after(model, device, who=who):
         try:
-            with surveyed(model, found) as survey:
+            with surveyed(model, found, who=who) as survey:
                 step()
         except Exception as error:
             if not meter.is_out_of_memory(error):
@@ -64,6 +65,7 @@ def _facts(model: nn.Module, meter: Meter, survey: Survey) -> list[str]:
         f"tapes: {'on' if native.load() is not None else 'off'}",
         f"settings: {settings}",
         f"model: {type(model).__name__} {fingerprint_of(model)}, values {_digest(_values(model))}",
+        f"compiled: {', '.join(_compiled(model, survey)) or 'nothing'}",
         f"inputs: {', '.join(map(_shown, survey.inputs.tensors)) if survey.inputs is not None else 'none'}",
         f"calls: {len(survey.calls)} of blocks, {_digest(_calls(survey))}",
     ]
@@ -89,6 +91,15 @@ def _calls(survey: Survey) -> Iterable[str]:
     for call, shapes in zip(survey.calls, survey.shapes):
         ops = sorted({f"{op.module}::{op.name}.{op.overload}" for op in call.ops})
         yield f"{call.block} {', '.join(map(_shown, shapes))} {' '.join(ops)}"
+
+
+def _compiled(model: nn.Module, survey: Survey) -> Iterable[str]:
+    """The blocks that are compiled, and by which backend."""
+    modules = dict(model.named_modules())
+    for name in dict.fromkeys(call.block for call in survey.calls):
+        backend = compat.compiler_name(modules[name])
+        if backend is not None:
+            yield f"{name} {backend}"
 
 
 def _digest(lines: Iterable[str]) -> str:

@@ -2,6 +2,8 @@
 
 In a trial a block is *replayed* (as little memory as there is), *alone* (left as it is) or *observed* (alone, and seen op by
 op, forward and backward). Reading memory takes time, so a trial reads either bytes or seconds.
+
+A compiled block is observed uncompiled. It is replayed in its graph, and alone as it is.
 """
 
 from __future__ import annotations
@@ -12,12 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from hyper_parallel.backends.planning.meters import Meter
 from hyper_parallel.backends.planning.module_paths import ModulePaths
 from hyper_parallel.backends.planning.trials import (
     ALONE,
+    ALONE_WATCHED,
     KEEP_NOTHING,
     OBSERVED,
     REGION,
@@ -29,14 +33,21 @@ from hyper_parallel.backends.planning.trials import (
     TrialStep,
 )
 from hyper_parallel.backends.torch.checkpointing import checkpoint
+from hyper_parallel.backends.torch.compiled_calls import NOT_COMPILED, call_compiled
 from hyper_parallel.backends.torch.graph import is_in_backward
+from hyper_parallel.backends.torch.graph_regions import InGraph
 from hyper_parallel.backends.torch.planner.blocks import TREE, BlockRef
+from hyper_parallel.backends.torch.planner.compiled import is_compiled, run_uncompiled
 from hyper_parallel.backends.torch.planner.op_observer import OpObserver, plain_tensors
+from hyper_parallel.backends.torch.planner.plan_regions import plan_region
 from hyper_parallel.backends.torch.planner.replacements import Replacements
 from hyper_parallel.backends.torch.planner.survey import on_backward
+from hyper_parallel.backends.torch.storages import alias, is_parameter_derived
+from hyper_parallel.platform.torch import compat
 
 __all__ = [
     "ALONE",
+    "ALONE_WATCHED",
     "KEEP_NOTHING",
     "OBSERVED",
     "REGION",
@@ -55,6 +66,7 @@ class _TrialBlock:
 
     def __init__(self, block: BlockRef, how: str, paths: ModulePaths, trial: TrialStep) -> None:
         self._block = block
+        self._is_compiled = is_compiled(block.module)
         self._how = how
         self._paths = paths
         self._trial = trial
@@ -76,7 +88,19 @@ class _TrialBlock:
     def _run(self, call: BlockCall, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         if self._how == ALONE:
             return function(*args, **kwargs)
+        if self._how == ALONE_WATCHED:
+            with saved_tensors_hooks(_Saved(call, args, kwargs), _unchanged):
+                return function(*args, **kwargs)
         if self._how != OBSERVED:
+            if self._is_compiled:
+                in_graph = InGraph(
+                    region=plan_region(None, self._block.module),
+                    bound={},
+                    swaps_inputs=self._how == REPLAYED_SWAPPED,
+                )
+                output = call_compiled(in_graph, self._block.module, args, kwargs)
+                if output is not NOT_COMPILED:
+                    return output
             return checkpoint(
                 function,
                 *args,
@@ -90,12 +114,39 @@ class _TrialBlock:
             self._paths,
             clock=None if trial.reads_memory else trial.meter,
             memory=trial.meter if trial.reads_memory else None,
+            is_compiled=self._is_compiled,
         )
+        function = run_uncompiled(function) if self._is_compiled else function
         with observer.watching(args, kwargs, sees_saved=trial.reads_memory):
             output = function(*args, **kwargs)
         call.seen = observer.seen
         _watch_nodes(trial, call, output)
         return output
+
+
+class _Saved:
+    """A pack hook that counts what a graph saves, without weights and the block's own inputs."""
+
+    def __init__(self, call: BlockCall, args: Any, kwargs: dict[str, Any]) -> None:
+        self._call = call
+        self._inputs = {tensor.untyped_storage()._cdata for tensor in plain_tensors((args, kwargs))}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not is_parameter_derived(tensor):
+            for plain in plain_tensors(tensor):
+                storage = plain.untyped_storage()
+                if storage._cdata not in self._inputs:
+                    self._call.saved_bytes[storage._cdata] = storage.nbytes()
+        return alias(tensor)
+
+
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+# Dynamo must not trace what autograd calls while a compiled block runs.
+compat.skip_in_compiler(_Saved.__call__)
+compat.skip_in_compiler(_unchanged)
 
 
 def _bytes_of(output: Any) -> int:
@@ -155,7 +206,8 @@ def trial_step(
     try:
         paths.watch(TREE, [block for block in blocks if how[block.name] == OBSERVED])
         for block in blocks:
-            replacements.wrap(block.name, block.module, _TrialBlock(block, how[block.name], paths, result))
+            region = _TrialBlock(block, how[block.name], paths, result)
+            replacements.wrap(block.name, block.module, region, may_be_in_graph=True)
         meter.reset_peak()
         result.point("step")
         yield result
