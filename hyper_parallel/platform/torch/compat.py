@@ -31,6 +31,7 @@ __all__ = [
     "checkpoint",
     "compiler_of",
     "constant_in_graph",
+    "default_store",
     "end_watch_of_partition",
     "foreach_norm",
     "hooks_around_checkpoint",
@@ -331,6 +332,12 @@ def own_code(function: Any) -> Callable[..., Any]:  # types.FunctionType
     )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
+
+
+def default_store() -> Any:  # torch.distributed.Store
+    """The store that the default group was made with."""
+    c10d: Any = torch.distributed.distributed_c10d
+    return c10d._get_default_store()
 
 
 def new_named_group(
