@@ -82,13 +82,17 @@ class SwapConfig:
     tiers: tuple[str, ...] = ("pinned",)
     """Far memory in spill order: any of ``pinned``, ``pageable``, ``disk``."""
     host_limit: int | None = None
-    """The most host memory the pinned and pageable tiers may take together; None: half of what this process may use."""
+    """The most host memory that this process's pinned and pageable tiers may take together. None: the processes of one job
+    on this host share half of what they may use; a value is for each process."""
     disk_path: str | None = None
     """A directory for the disk tier's files; naming one lets CPU tensors be swapped on machines without a device."""
     disk_limit: int | None = None
-    """The most bytes the disk tier may hold; None: what is free on that file system, less a reserve."""
+    """The most bytes this process's disk tier may hold. None: the processes of one job on this host share what is free on
+    that file system, less a reserve; a value is for each process."""
     verify: bool = False
     """Checksum what is written to far memory and compare it when it is read back."""
+    rank_timeout_seconds: float = 600.0
+    """How long a rank waits for the others where ranks plan together. One that ended on this host is found at once."""
 
     if TYPE_CHECKING:  # what may be given is wider than what is kept
 
@@ -105,6 +109,7 @@ class SwapConfig:
             disk_path: str | os.PathLike[str] | None = ...,
             disk_limit: int | str | None = ...,
             verify: bool = ...,
+            rank_timeout_seconds: float = ...,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -138,6 +143,9 @@ class SwapConfig:
             )
         if not isinstance(self.verify, bool):
             raise TypeError(f"SwapConfig.verify: expected True or False, got {self.verify!r}")
+        seconds = self.rank_timeout_seconds
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
+            raise ValueError(f"SwapConfig.rank_timeout_seconds: expected seconds, more than 0, got {seconds!r}")
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> SwapConfig:
@@ -166,7 +174,11 @@ def _flag_from_text(text: str) -> bool:
     return known[text.strip().lower()]
 
 
-_FROM_TEXT: Final[Mapping[str, Callable[[str], Any]]] = {"tiers": _tiers_from_text, "verify": _flag_from_text}
+_FROM_TEXT: Final[Mapping[str, Callable[[str], Any]]] = {
+    "tiers": _tiers_from_text,
+    "verify": _flag_from_text,
+    "rank_timeout_seconds": float,
+}
 
 
 _VARIABLES: Final = tuple(f"HYPER_PARALLEL_{field.name.upper()}" for field in dataclasses.fields(SwapConfig))

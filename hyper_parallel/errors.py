@@ -7,6 +7,7 @@
         UnsupportedMemberError (also NotImplementedError)   a Platform member this framework or device cannot serve
         GroupError                                          a rank, group or rendezvous that does not fit the call
           RendezvousTimeoutError (also TimeoutError)        the other side of a rendezvous did not come in time
+          LostRankError                                     another rank ended, or did not come in time; names it
         CheckpointFileError                                 a weight file that is missing, foreign, truncated or unsafe
         ActivationError                                     anything about a saved value
           PolicyError (also TypeError)                      a policy answered, or was given, something unknown
@@ -44,6 +45,7 @@ __all__ = [
     "GroupError",
     "HyperParallelError",
     "InPlaceChangeError",
+    "LostRankError",
     "MissingPackageError",
     "PlanError",
     "PlanWarning",
@@ -87,6 +89,12 @@ class GroupError(HyperParallelError):
 
 class RendezvousTimeoutError(GroupError, TimeoutError):
     """The other side of a rendezvous did not come in time."""
+
+
+class LostRankError(GroupError):
+    """Another rank ended, or did not come in time."""
+
+    ranks: tuple[int, ...] = ()  # those that were lost, in the default group
 
 
 class CheckpointFileError(HyperParallelError):

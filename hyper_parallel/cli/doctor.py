@@ -1,7 +1,8 @@
 """Say what this machine has, how fast it is, and what will and will not work here and why.
 
 Measures the link to every accelerator in both directions, what pinning costs, and the speed of a disk. Builds torch's native
-recorder where there is none yet (once, about a minute; not with HYPER_PARALLEL_NATIVE=0).
+recorder where there is none yet (once, about a minute; not with HYPER_PARALLEL_NATIVE=0). Started on several ranks of a host
+(torchrun --nproc-per-node 8 -m hyper_parallel.cli doctor), it also says what each gets of the link while all of them copy.
 
 Example::
 
@@ -26,6 +27,7 @@ from hyper_parallel.core.activation_checkpoint.far.process_memory import (
     available_memory_bytes,
     default_host_limit_bytes,
 )
+from hyper_parallel.core.processes import launched_local_processes
 from hyper_parallel.errors import HyperParallelError
 from hyper_parallel.platform.platform import (
     HYPER_PARALLEL_PLATFORM,
@@ -35,6 +37,7 @@ from hyper_parallel.platform.platform import (
 
 if TYPE_CHECKING:
     from hyper_parallel.backends.torch.machine import Accelerator, DiskSpeed
+    from hyper_parallel.planner.shared_link import Rates
 
 __all__ = ["Finding", "Machine", "add_arguments", "examined", "findings", "run"]
 
@@ -55,6 +58,8 @@ class Machine:
     memory_bytes: int
     available_bytes: int
     host_limit_bytes: int
+    local_ranks: int = 1  # of this host, as the launcher says
+    shared_link: Rates | None = None  # with all ranks of this host copying; None: this is one process
     cores: int
     copy_bytes_per_second: float = 0.0
     disk_path: str
@@ -87,15 +92,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """The command."""
+    """The command. Of several ranks the first one answers; the others only copy when it does."""
+    shared_link, is_first = _shared_link()
+    if not is_first:
+        return 0
     with console.progress("doctor", 2) as advance:
-        machine = examined(args.disk_path, advance)
+        machine = dataclasses.replace(examined(args.disk_path, advance), shared_link=shared_link)
     found = findings(machine)
     console.data({"machine": dataclasses.asdict(machine), "findings": [dataclasses.asdict(one) for one in found]})
     console.table("This machine", ("what", "value"), _machine_rows(machine), words=(0, 1))
     rows = [[one.what, one.works, one.because] for one in found]
     console.table("What works here", ("what", "works", "because"), rows, words=(0, 1, 2))
     return 0 if _has_framework(machine) else 1
+
+
+def _shared_link() -> tuple[Rates | None, bool]:
+    """What a rank gets of the link while all copy, and whether this is the first rank; one process is."""
+    try:
+        from hyper_parallel.backends.torch import machine_ranks
+    except (ImportError, OSError):  # the table says so
+        return None, True
+    rank = machine_ranks.launched_rank()
+    return (None, True) if rank is None else (machine_ranks.rates_of_launched_ranks(), rank == 0)
 
 
 def _has_framework(machine: Machine) -> bool:
@@ -143,7 +161,8 @@ def examined(disk_path: str, advance: Callable[[str], None] = lambda text: None)
         packages=packages,
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         available_bytes=available_memory_bytes(),
-        host_limit_bytes=default_host_limit_bytes(),
+        host_limit_bytes=default_host_limit_bytes(launched_local_processes() or 1),
+        local_ranks=launched_local_processes() or 1,
         cores=os.cpu_count() or 1,
         disk_path=disk_path,
         allocator_settings=",".join(os.environ.get(name, "") for name in _ALLOCATOR_SETTINGS),
@@ -175,7 +194,8 @@ def _machine_rows(machine: Machine) -> list[list[str]]:
         ["cores", str(machine.cores)],
         ["RAM", show_bytes(machine.memory_bytes)],
         ["RAM this process may use", f"{show_bytes(machine.available_bytes)} (machine and control groups)"],
-        ["far memory by default", f"{show_bytes(machine.host_limit_bytes)} of RAM"],
+        ["ranks on this host", _ranks_in_words(machine)],
+        ["far memory by default", f"{show_bytes(machine.host_limit_bytes)} of RAM for each rank"],
     ]
     for number, device in enumerate(machine.accelerators):
         rows += [
@@ -184,12 +204,20 @@ def _machine_rows(machine: Machine) -> list[list[str]]:
                 f"{device.name}, {show_bytes(device.memory_bytes)} ({show_bytes(device.free_bytes)} free)",
             ],
             ["  link out / back", f"{_rate(device.out_bytes_per_second)} / {_rate(device.in_bytes_per_second)}"],
+            *_shared_row(device, len(machine.accelerators)),
             ["  one copy costs", f"{device.copy_seconds * 1e6:.0f} µs beside its bytes"],
             ["  pinning 1 GiB takes", f"{device.pin_seconds_per_byte * 2**30:.2f} s, once"],
         ]
     if not machine.accelerators:
         rows.append(["accelerators", "none"])
-    if machine.copy_bytes_per_second:
+    if machine.shared_link is not None:
+        rates = machine.shared_link
+        what = "link" if machine.accelerators else "RAM to RAM"
+        rows += [
+            [f"{what} out / back, one rank", f"{_rate(rates.lone_out)} / {_rate(rates.lone_in)}"],
+            [f"  with {rates.ranks} ranks copying", f"{_rate(rates.shared_out)} / {_rate(rates.shared_in)} for each"],
+        ]
+    elif machine.copy_bytes_per_second:
         rows.append(["RAM to RAM", _rate(machine.copy_bytes_per_second)])
     if machine.disk is not None:
         disk = machine.disk
@@ -197,6 +225,19 @@ def _machine_rows(machine: Machine) -> list[list[str]]:
         speeds = f"write {_rate(disk.write_bytes_per_second)}, read {_rate(disk.read_bytes_per_second)} {how}"
         rows.append([f"disk {machine.disk_path}", f"{speeds}, {show_bytes(disk.free_bytes)} free"])
     return rows
+
+
+def _ranks_in_words(machine: Machine) -> str:
+    if machine.local_ranks > 1:
+        return f"{machine.local_ranks}, as the launcher says"
+    devices = max(2, len(machine.accelerators))
+    return f"1 is assumed; torchrun --nproc-per-node {devices} -m hyper_parallel.cli doctor measures with {devices}"
+
+
+def _shared_row(device: Accelerator, count: int) -> list[list[str]]:
+    """Nothing where there is one device."""
+    out, back = device.shared_out_bytes_per_second, device.shared_in_bytes_per_second
+    return [[f"  with {count} devices copying", f"{_rate(out)} / {_rate(back)}"]] if out and back else []
 
 
 def findings(machine: Machine) -> list[Finding]:
@@ -211,7 +252,7 @@ def findings(machine: Machine) -> list[Finding]:
         Finding(
             what="swap to pinned memory",
             works="yes" if has_device else "no",
-            because=f"up to {show_bytes(machine.host_limit_bytes)} by default; SwapConfig.host_limit changes it"
+            because=f"up to {show_bytes(machine.host_limit_bytes)} for each rank by default; SwapConfig.host_limit changes it"
             if has_device
             else "there is no accelerator; values are in host memory already",
         ),

@@ -79,6 +79,11 @@ def _figures(profile: Profile) -> dict[str, object]:
     }
 
 
+def _rate(shared: float, lone: float, ranks: int) -> str:
+    text = f"{show_bytes(int(shared))}/s"
+    return text if ranks == 1 else f"{text} with {ranks} ranks of this host copying, {show_bytes(int(lone))}/s alone"
+
+
 def show_profile(profile: Profile, console: Console) -> None:
     """A table of what was measured."""
     measured, base, link = profile.measured, profile.base, profile.link
@@ -90,7 +95,7 @@ def show_profile(profile: Profile, console: Console) -> None:
         ["weights", show_bytes(base.weights)],
         ["gradients", show_bytes(base.gradients)],
         ["optimizer", show_bytes(base.optimizer)],
-        ["link out", f"{show_bytes(int(link.out_bytes_per_second))}/s"],
-        ["link back", f"{show_bytes(int(link.in_bytes_per_second))}/s"],
+        ["link out", _rate(link.out_bytes_per_second, link.lone_out_bytes_per_second, link.copying_ranks)],
+        ["link back", _rate(link.in_bytes_per_second, link.lone_in_bytes_per_second, link.copying_ranks)],
     ]
     console.table("One step, measured", ("what", "value"), rows, words=(0, 1))

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hyper_parallel.planner.profile import Profile
     from hyper_parallel.planner.rules import OpTable, RuleSet
     from hyper_parallel.planner.saved import SavedTable
+    from hyper_parallel.planner.shared_link import LinkProbe
     from hyper_parallel.planner.step_identity import StepIdentity
     from hyper_parallel.records.step_measure import StepMeasure
 
@@ -130,6 +131,9 @@ class PlannerBackend(Protocol):
 
     def device_memory(self, model: Model, *, who: str) -> DeviceMemory:
         """What the model's device can give to this process."""
+
+    def link_probe(self, model: Model, *, who: str) -> LinkProbe:
+        """Copies between the model's device and far memory, for their rate."""
 
     def identify_step(self, model: Model, step: Step, *, blocks: str | Sequence[str] | None) -> StepIdentity | None:
         """Run the step once and write down what a plan for it depends on; None where not even that fits."""

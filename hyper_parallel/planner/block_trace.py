@@ -8,7 +8,7 @@ How long bytes live
 ==============================  =====================================================================================
 left alone, kept by autograd    forward of its op ... backward of the earliest op that holds it
 local                           forward of its op ... its last reader
-saved in a region               forward of its op ... end of the region's backward (entries are not consumed)
+saved in a region, collective   forward of its op ... end of the region's backward (entries are not consumed)
 input of a region               forward of its maker ... end of the region's backward
 swapped                         a record: see ``step_simulator``; after its replay it lives on while autograd holds it
 recomputed                      its replay ... backward of the earliest op of the region that holds it
@@ -173,8 +173,9 @@ class KindAnalysis:
         """
         if not self.kind.runs_from_tape:
             return frozenset({at}) if at < self.replay_stop(region) and at not in kept else frozenset()
-        with_it = self.needed(region, {*kept, at})[0]
-        return frozenset(self.needed(region, kept)[0]).difference(with_it)
+        there = {*kept, *(number for number, op in enumerate(self.kind.ops) if op.runs_once)}
+        with_it = self.needed(region, {*there, at})[0]
+        return frozenset(self.needed(region, there)[0]).difference(with_it)
 
     def seconds_of(self, ops: Iterable[int]) -> float:
         """What a replay of these ops takes."""
@@ -326,7 +327,7 @@ class _Block:
             fate = self.choice.fates[value]
             if fate is Fate.SWAP and self.nbytes[value] >= min_bytes:
                 self._record(value, holder=home, asker=home)
-            elif fate is not Fate.RECOMPUTE:
+            elif fate is not Fate.RECOMPUTE or self.kind.ops[value].runs_once:
                 self.saved_of[home].append(value)
 
     def _record(self, value: int, *, holder: int, asker: int) -> None:

@@ -28,6 +28,7 @@ from hyper_parallel.planner.profile import Profile
 from hyper_parallel.planner.ranks import OneProcess, World, together, worst_of
 from hyper_parallel.planner.refusal import refused
 from hyper_parallel.planner.search_workers import SearchWorkers, idle_cores
+from hyper_parallel.planner.shared_link import measured_together, with_shared_rates
 from hyper_parallel.planner.simple_plans import RECOMPUTED, SWAPPED, SimplePlan, as_measured, simple_plan, simple_plans
 from hyper_parallel.records.step_measure import StepMeasure
 
@@ -212,7 +213,14 @@ class _Fit:
                 agrees=lambda here: all(self.world.gather(here)),
             )
 
-        return worst_of(together(self.world, profile))
+        mine = together(self.world, profile)[self.world.rank]
+        return worst_of(together(self.world, lambda: self._with_shared_link(mine)))
+
+    def _with_shared_link(self, profile: Profile) -> Profile:
+        if isinstance(self.world, OneProcess):
+            return profile
+        rates = measured_together(self.world, self.backend.link_probe(self.model, who="fit_memory"))
+        return profile if rates is None else dataclasses.replace(profile, link=with_shared_rates(profile.link, rates))
 
     def _search(self, profile: Profile) -> Found:
         """The best searched plan that held, or a simple one that is faster or the only one that fits."""

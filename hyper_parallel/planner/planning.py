@@ -276,6 +276,13 @@ def _notes(profile: Profile, answer: Answer) -> tuple[str, ...]:
     margin = profile.measured.reserved_bytes - profile.measured.peak_bytes
     if margin > 0:
         notes.append(f"the allocator reserved {show_bytes(margin)} beyond the active bytes when this was profiled")
+    link = profile.link
+    if link.copying_ranks > 1:
+        notes.append(
+            f"with the {link.copying_ranks} ranks of this host copying at once, the link gives each "
+            f"{show_bytes(link.out_bytes_per_second)}/s out and {show_bytes(link.in_bytes_per_second)}/s back; alone, "
+            f"{show_bytes(link.lone_out_bytes_per_second)}/s and {show_bytes(link.lone_in_bytes_per_second)}/s"
+        )
     pinned = answer.step.host_bytes
     if pinned and profile.link.pin_seconds_per_byte:
         seconds = pinned * profile.link.pin_seconds_per_byte
@@ -370,7 +377,7 @@ def _decisions(
                     overload=op.overload,
                     module=op.module,
                     occurrence=op.occurrence - before[op.name, op.overload],
-                    fate=fates[at],
+                    fate=Fate.SAVE if op.runs_once and fates[at] is Fate.RECOMPUTE else fates[at],
                     reason=_reason(op),
                     price_ms_per_gib=_price_ms(op),
                     nbytes=op.output_bytes,
@@ -381,6 +388,8 @@ def _decisions(
 
 def _reason(op: OpProfile) -> str:
     """The one measure by which values are compared; the same sentence for every fate."""
+    if op.runs_once:
+        return "a collective, which is never run again"
     return f"making it again costs {_price_ms(op):,.0f} ms per GiB ({op.seconds * 1e3:.3f} ms, {show_bytes(op.output_bytes)})"
 
 

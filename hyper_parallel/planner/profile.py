@@ -105,6 +105,7 @@ class OpProfile:
     backward_seconds: float = 0.0  # 0 for all ops of a block: shared out by forward time
     backward_bytes: int = 0  # device bytes above the kept values while its backward runs: gradients, workspace
     replay_seconds: float | None = None  # of a compiled block: when it is recomputed in the graph; None: as in forward
+    runs_once: bool = False  # a collective: a region keeps or swaps its output, also where the plan says recompute
 
     def __post_init__(self) -> None:
         require(bool(self.name), "OpProfile.name: is empty")
@@ -289,15 +290,21 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Link:
-    """The way to far memory, measured inside the step."""
+    """The way to far memory, measured inside the step, and with all ranks of this host copying at once."""
 
     out_bytes_per_second: float
     in_bytes_per_second: float
     copy_seconds: float = 0.0  # fixed cost of one copy on the link
     pin_seconds_per_byte: float = 0.0  # paid once, when the pinned memory is made
+    lone_out_bytes_per_second: float = 0.0  # while no other rank of this host copies; 0: not measured apart
+    lone_in_bytes_per_second: float = 0.0
+    copying_ranks: int = 1  # of this host, while the first two were measured
 
     def __post_init__(self) -> None:
-        _not_negative(self, "copy_seconds", "pin_seconds_per_byte")
+        _not_negative(
+            self, "copy_seconds", "pin_seconds_per_byte", "lone_out_bytes_per_second", "lone_in_bytes_per_second"
+        )
+        require(self.copying_ranks >= 1, f"Link.copying_ranks: {self.copying_ranks} is less than 1")
         require(
             self.out_bytes_per_second > 0 and self.in_bytes_per_second > 0,
             f"Link: {self.out_bytes_per_second} and {self.in_bytes_per_second} bytes per second must be above 0",

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-from hyper_parallel.errors import PlanError
+from hyper_parallel.errors import LostRankError, PlanError
 from hyper_parallel.planner.profile import Profile
 
 __all__ = ["OneProcess", "World", "together", "worst_of"]
@@ -20,7 +20,11 @@ class World(Protocol):
     rank: int
 
     def gather(self, value: Any) -> list[Any]:
-        """The value of every rank, in their order, on every rank."""
+        """The value of every rank, in their order, on every rank.
+
+        Raises:
+            LostRankError: a rank has ended, or did not come in time; names it.
+        """
 
 
 class OneProcess:
@@ -41,7 +45,12 @@ def together(world: World, work: Callable[[], Result]) -> list[Result]:
         result = work()
     except Exception as error:  # the other ranks wait for this rank's result
         failure = error
-    rows = world.gather((result, None if failure is None else f"{type(failure).__name__}: {failure}"))
+    try:
+        rows = world.gather((result, None if failure is None else f"{type(failure).__name__}: {failure}"))
+    except LostRankError as lost:
+        if failure is not None:
+            raise lost from failure  # a rank that ends in the middle of a step breaks the steps of the others
+        raise
     if failure is not None:
         raise failure
     failed = [(rank, text) for rank, (_, text) in enumerate(rows) if text is not None]
@@ -65,6 +74,9 @@ def worst_of(profiles: Sequence[Profile]) -> Profile:
             worst.link,
             out_bytes_per_second=min(profile.link.out_bytes_per_second for profile in profiles),
             in_bytes_per_second=min(profile.link.in_bytes_per_second for profile in profiles),
+            lone_out_bytes_per_second=min(profile.link.lone_out_bytes_per_second for profile in profiles),
+            lone_in_bytes_per_second=min(profile.link.lone_in_bytes_per_second for profile in profiles),
+            copying_ranks=max(profile.link.copying_ranks for profile in profiles),
         ),
         far=dataclasses.replace(worst.far, host_bytes=min(profile.far.host_bytes for profile in profiles)),
         measured=dataclasses.replace(

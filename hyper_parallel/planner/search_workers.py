@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
+from hyper_parallel.core.processes import launched_local_processes
 from hyper_parallel.planner.corrections import Corrections
 from hyper_parallel.planner.moves import Solution
 from hyper_parallel.planner.profile import Profile
@@ -39,8 +40,7 @@ def idle_cores() -> int:
     """How many workers there may be: the cores that this process may use, beside one for each rank of its host."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(0, min(_MOST, cores - (int(ranks) if ranks.isdecimal() else 1)))
+    return max(0, min(_MOST, cores - (launched_local_processes() or 1)))
 
 
 class _Worker:

@@ -20,7 +20,7 @@ dist.destroy_process_group()
 
 def test_the_page_runs_on_two_processes() -> None:
     blocks = [block for block in blocks_of(PAGE, (ROOT / PAGE).read_text()) if block.needs.startswith("two processes")]
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     Path("train.py").write_text("\n".join(block.text for block in blocks) + END)
     environment = os.environ | {"HYPER_PARALLEL_PLATFORM": "torch", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]

@@ -88,6 +88,7 @@ def make_kind(
             workspace_bytes=op.workspace_bytes,
             backward_seconds=node_seconds[at],
             backward_bytes=node_bytes[at],
+            runs_once=op.runs_once,
         )
         for at, op in enumerate(seen.ops)
     )

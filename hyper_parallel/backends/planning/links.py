@@ -10,7 +10,7 @@ from typing import Final
 from hyper_parallel.core.activation_checkpoint.timing import LinkSpan
 from hyper_parallel.planner.profile import Link
 
-__all__ = ["host_rate", "link_of_spans", "rate_of"]
+__all__ = ["HostProbe", "host_rate", "link_of_spans", "rate_of"]
 
 _LEAST_SPAN_BYTES: Final = 4 * 2**20  # below this a copy's fixed cost hides the link
 _PROBE_BYTES: Final = 4 * 2**20
@@ -36,6 +36,14 @@ def host_rate() -> float:
         target[:] = source
         times.append(time.perf_counter() - started)
     return float(_PROBE_BYTES / max(statistics.median(times), 1e-9))
+
+
+class HostProbe:
+    """Copies on the host, which stand for the link where there is no clock of the device; see ``planner.shared_link``."""
+
+    def bytes_per_second(self, *, goes_out: bool, is_shared: bool) -> float:
+        """The same in both directions."""
+        return host_rate()
 
 
 def link_of_spans(spans: Sequence[LinkSpan]) -> Link:

@@ -29,6 +29,7 @@ class ObservedOp:
     inputs: tuple[int, ...] = ()
     alias: int | None = None
     kept_by: set[int] = dataclasses.field(default_factory=set)
+    runs_once: bool = False  # a collective, which no replay runs again
     start: Any = None  # a meter's mark
     end: Any = None
 

@@ -15,6 +15,7 @@ from typing import Final
 import torch
 
 from hyper_parallel.backends.torch.devices import backend_for
+from hyper_parallel.backends.torch.machine_ranks import rates_of_all_devices
 from hyper_parallel.backends.torch.planner.links import measure_link
 from hyper_parallel.backends.torch.planner.meters import meter_for
 from hyper_parallel.config import current_config
@@ -38,6 +39,8 @@ class Accelerator:
     in_bytes_per_second: float
     copy_seconds: float
     pin_seconds_per_byte: float
+    shared_out_bytes_per_second: float = 0.0  # while all devices of this host copy; 0: there is one
+    shared_in_bytes_per_second: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,8 +54,14 @@ class DiskSpeed:
 
 
 def accelerators() -> tuple[Accelerator, ...]:
-    """Every CUDA device, each with its links measured."""
-    return tuple(_measured(index) for index in range(torch.cuda.device_count())) if torch.cuda.is_available() else ()
+    """Every CUDA device, each with its links measured, alone and while all of them copy."""
+    found = [_measured(index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    if len(found) < 2:
+        return tuple(found)
+    return tuple(
+        dataclasses.replace(one, shared_out_bytes_per_second=out, shared_in_bytes_per_second=back)
+        for one, (out, back) in zip(found, rates_of_all_devices(len(found)))
+    )
 
 
 def _measured(index: int) -> Accelerator:

@@ -6,6 +6,9 @@ Never kept, always replayed, whatever a policy says:
 * views: free to make again, and a fresh tensor in place of a view would be wrong;
 * factories: the replay fills what they make;
 * ``c10d`` collectives: their schema does not show that they write an argument, so a kept result is silently wrong.
+
+Always kept, never replayed: functional collectives, in which other ranks take part. Their output is filled later, until
+``wait_tensor`` returns; that op only waits, so it is replayed like a view.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from hyper_parallel.platform.torch import compat
 
-__all__ = ["KNOWN", "OpFacts", "facts_of", "is_weight_cast", "move_versions"]
+__all__ = ["KNOWN", "OpFacts", "facts_of", "is_weight_cast", "move_versions", "wait_for"]
 
 
 _SILENT_VIEWS = frozenset(
@@ -48,6 +51,8 @@ class OpFacts:
     writes_lists: bool = False  # see move_versions
     may_be_weight_cast: bool = False  # see is_weight_cast
     can_run_again: bool = True  # False: other ranks take part in it, and do not run it again
+    runs_once: bool = False  # its output is kept whatever a policy says
+    is_wait: bool = False  # waits for an output that is filled later
 
 
 KNOWN: dict[int, OpFacts] = {}
@@ -62,7 +67,12 @@ def facts_of(op: Any) -> OpFacts:  # op: torch._ops.OpOverload | torch._ops.High
         may_draw = facts.is_random or (not facts.is_ignored and getattr(op, "namespace", None) not in _TAGGED)
         can_run_again = getattr(op, "namespace", None) not in _COLLECTIVES
         facts = KNOWN[id(op)] = dataclasses.replace(
-            facts, op=op, run=compat.bare_op(op), may_draw=may_draw, can_run_again=can_run_again
+            facts,
+            op=op,
+            run=compat.bare_op(op),
+            may_draw=may_draw,
+            can_run_again=can_run_again,
+            runs_once=not can_run_again and facts.replay_reason is None and not facts.is_ignored,
         )
     return facts
 
@@ -77,6 +87,8 @@ def _examined(op: Any) -> OpFacts:
         if str(op).endswith("_mutation"):  # a kernel of the user's that writes its arguments
             return OpFacts(replay_reason="in_place", is_random=is_random, writes_anything=True)
         return OpFacts(is_random=is_random)
+    if op.overloadpacket.__name__ == "wait_tensor" and op.namespace in _COLLECTIVES:
+        return OpFacts(replay_reason="view", is_wait=True)
     if op.namespace == "c10d":
         return OpFacts(replay_reason="collective", is_random=is_random, writes_anything=True)
     writes = tuple(
@@ -92,6 +104,13 @@ def _examined(op: Any) -> OpFacts:
     if _is_factory(op, schema):
         return OpFacts(replay_reason="factory", is_random=is_random)
     return OpFacts(is_random=is_random, may_be_weight_cast=op is torch.ops.aten._to_copy.default)
+
+
+def wait_for(output: Any) -> None:
+    """Wait, on the current stream, until the output of a functional collective is filled."""
+    tensors = output if isinstance(output, tuple | list) else (output,)
+    for tensor in tensors:
+        torch.ops._c10d_functional.wait_tensor(tensor)
 
 
 def is_weight_cast(args: Any) -> bool:

@@ -8,6 +8,8 @@ speed. What torch alone has:
   may draw without saying so, and counts as random.
 * *Which backward an op belongs to* (rule 6). A mode counts what belongs to the backward, or to none, in which it was entered.
 * *What cannot be run again* (rule 4): a collective, and an op that draws from a generator of the caller's.
+* *Collectives.* The output of a functional collective is kept where the policy says recompute: other ranks would have to take
+  part in a replay. It is filled later, so its bytes are looked at after ``wait_tensor``; one that leaves is waited for first.
 * *Inference mode.* What is made there cannot be saved for backward and has no version: it is always replayed.
 * *Weight casts.* Autocast caches them, so that forward and replay may run a different number (``ops.is_weight_cast``).
 * *Compilers.* Code compiled inside a region stays compiled; the modes tell the compiler to pass over them.
@@ -22,7 +24,7 @@ from typing import Any, Final
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hyper_parallel.backends.torch.ops import KNOWN, OpFacts, facts_of, is_weight_cast, move_versions
+from hyper_parallel.backends.torch.ops import KNOWN, OpFacts, facts_of, is_weight_cast, move_versions, wait_for
 from hyper_parallel.backends.torch.random_state import RandomState
 from hyper_parallel.backends.torch.saved_tensors import TorchPacker
 from hyper_parallel.backends.torch.storages import bytes_of, tensors_in
@@ -78,6 +80,7 @@ class ForwardMode(RegionForward, _RegionMode):
         else:
             self._watch = OutputWatch(known, is_always_on=region.packer.config.verify)
         self._has_skipped_random = False
+        self._kept_unasked: set[tuple[Hashable, int]] = set()  # collectives for which the policy said recompute
         self._task = -1
 
     def __enter__(self) -> ForwardMode:
@@ -121,9 +124,15 @@ class ForwardMode(RegionForward, _RegionMode):
         if facts.replay_reason is not None or torch.is_inference_mode_enabled():
             self._watch.may_keep(key, len(entries), is_kept=False)
             entries.append(self._replayed_entry(facts, args, kwargs) if facts.may_draw else REPLAYED)
-            return facts.run(*args, **kwargs)
+            output = facts.run(*args, **kwargs)
+            if facts.is_wait:
+                self._watch.add_finished(output)
+            return output
         fate = self._fate_of(key, op, args, kwargs)
         number = len(entries)
+        if facts.runs_once and fate is _RECOMPUTE:
+            fate = Fate.SAVE
+            self._kept_unasked.add((key, number))
         if not self._watch.may_keep(key, number, is_kept=fate is not _RECOMPUTE):
             entries.append(self._replayed_entry(facts, args, kwargs) if facts.may_draw else REPLAYED)
             output = facts.run(*args, **kwargs)
@@ -133,8 +142,10 @@ class ForwardMode(RegionForward, _RegionMode):
         state = RandomState.now(args, kwargs, is_opaque=not facts.is_random) if facts.may_draw else None
         output = facts.run(*args, **kwargs)
         self._has_skipped_random |= facts.may_draw
+        if facts.runs_once and fate is Fate.SWAP:
+            wait_for(output)
         entries[-1] = filed = self._file(op, fate, output, args, state)
-        self._watch.add(key, number, filed, output)
+        self._watch.add(key, number, filed, output, is_finished=not facts.runs_once or fate is Fate.SWAP)
         return output
 
     def _run_again(self, key: Hashable, number: int) -> None:
@@ -142,7 +153,7 @@ class ForwardMode(RegionForward, _RegionMode):
         entry = self._entries[key][number]
         assert isinstance(entry, Filed), "only what was filed is watched"
         facts = KNOWN[key]  # type: ignore[index]  # the key is the op's id
-        if not facts.can_run_again:
+        if not facts.can_run_again and (key, number) not in self._kept_unasked:
             raise InPlaceChangeError(
                 f"{self._region.where}: cannot keep the output of {op_label(facts.op)} number {number + 1}, because a kernel "
                 "that torch does not see (Triton, numpy, an extension) changes it in place, and cannot run the op again, "

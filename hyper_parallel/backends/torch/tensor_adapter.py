@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from hyper_parallel.backends.torch import graph, native, storages
 from hyper_parallel.backends.torch.devices import allocator_retries, backend_for, device_peak_bytes, refuse_capture
 from hyper_parallel.backends.torch.op_registry import check_op_names
+from hyper_parallel.backends.torch.ranks import local_processes
 from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.adapter import DeviceBackend, FlatBytes, TensorAdapter, View
 from hyper_parallel.core.activation_checkpoint.packed import Scope, raise_changed
@@ -210,6 +211,10 @@ class TorchTensorAdapter(TensorAdapter):
     def forward_pre_hooks(self, layer: torch.nn.Module) -> Iterable[Any]:
         """See the base class."""
         return layer._forward_pre_hooks.values()
+
+    def local_processes(self) -> int:
+        """See the base class."""
+        return local_processes()
 
     def rank(self) -> int:
         """See the base class."""

@@ -12,7 +12,8 @@ forward ends or an op is about to change it. An op whose output came out differe
 on. What was seen unchanged once is not looked at again: a known sequence costs one look into a set for each op. ``verify``
 watches every call.
 
-While a region is watched, its swapped outputs stay on the device until its forward ends.
+While a region is watched, its swapped outputs stay on the device until its forward ends. The output of an asynchronous
+collective is summed up when its wait has returned.
 """
 
 from __future__ import annotations
@@ -104,11 +105,12 @@ class _Seen:
 class _Watched:
     """A filed output, and what is asked of it when forward ends."""
 
-    __slots__ = ("filed", "flags", "instance", "seen")
+    __slots__ = ("filed", "flags", "instance", "is_finished", "seen")
 
-    def __init__(self, instance: _Instance, filed: Filed) -> None:
+    def __init__(self, instance: _Instance, filed: Filed, *, is_finished: bool) -> None:
         self.instance = instance
         self.filed = filed
+        self.is_finished = is_finished
         self.seen: list[_Seen] = []  # of its tensors; empty while nothing is watched
         self.flags: list[torch.Tensor] = []
 
@@ -127,6 +129,7 @@ class OutputWatch:
         self._sequence = 0
         self._new: list[int] = []
         self._watched: dict[int, _Watched] = {}  # by the id of what was filed
+        self._unfinished: dict[int, _Watched] = {}  # by the storage that a collective still fills
         self.num_known = 0  # outputs that were not kept because it is known what happens to them
 
     def may_keep(self, op: Hashable, number: int, *, is_kept: bool) -> bool:
@@ -137,16 +140,24 @@ class OutputWatch:
         if not self._is_on and not self._known.is_known(self._sequence):
             self._is_on = True  # what was kept up to here is unchanged up to here
             for watched in self._watched.values():
-                watched.seen = _still_there(watched.filed)
+                watched.seen = _still_there(watched.filed) if watched.is_finished else []
         if self._is_on:
             self._new.append(self._sequence)
         return may_keep
 
-    def add(self, op: Hashable, number: int, filed: Filed, output: Any) -> None:
+    def add(self, op: Hashable, number: int, filed: Filed, output: Any, *, is_finished: bool = True) -> None:
         """The output of the op that ran last was filed."""
-        watched = self._watched[id(filed)] = _Watched((op, number), filed)
-        if self._is_on:
-            watched.seen = [_Seen(flat, tensor, tensor._version) for tensor, flat in _plain(tensors_in((output,)))]
+        watched = self._watched[id(filed)] = _Watched((op, number), filed, is_finished=is_finished)
+        if not is_finished:
+            self._unfinished |= {tensor.untyped_storage()._cdata: watched for tensor in tensors_in((output,))}
+        elif self._is_on:
+            watched.seen = _seen(output)
+
+    def add_finished(self, output: torch.Tensor) -> None:
+        """A wait has returned the output of a collective."""
+        watched = self._unfinished.pop(output.untyped_storage()._cdata, None)
+        if watched is not None and self._is_on:
+            watched.seen += _seen(output)
 
     def before_change(self, filed: Filed) -> None:
         """An op is about to change a filed output, which becomes a value of its own with the bytes of this moment."""
@@ -165,6 +176,10 @@ class OutputWatch:
             changed = [one.instance for one in watched if any(bool(flag) for flag in one.flags)]
         self._known.add(self._new, changed)
         return changed
+
+
+def _seen(output: Any) -> list[_Seen]:
+    return [_Seen(flat, tensor, tensor._version) for tensor, flat in _plain(tensors_in((output,)))]
 
 
 def _plain(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -421,6 +421,13 @@ class TensorAdapter(abc.ABC):
     def forward_pre_hooks(self, layer: Any) -> Iterable[Any]:
         """The hooks that run before a module's forward."""
 
+    def local_processes(self) -> int:
+        """How many ranks of the default group are on this host, as far as is known; 1 where there is no group.
+
+        Never waits for another rank. One that has not said where it is counts as one of this host.
+        """
+        return 1
+
     @abc.abstractmethod
     def rank(self) -> int:
         """The rank of this process in the default group; 0 without one."""

@@ -36,6 +36,7 @@ __all__ = [
     "compiler_name",
     "compiler_of",
     "constant_in_graph",
+    "default_store",
     "end_watch_of_partition",
     "foreach_norm",
     "has_own_hooks",
@@ -402,6 +403,12 @@ def own_code(function: Any) -> Callable[..., Any]:  # types.FunctionType
     )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
+
+
+def default_store() -> Any:  # torch.distributed.Store
+    """The store that the default group was made with."""
+    c10d: Any = torch.distributed.distributed_c10d
+    return c10d._get_default_store()
 
 
 def new_named_group(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 
+from hyper_parallel.core.activation_checkpoint.far.disk import DiskTier
 from hyper_parallel.core.activation_checkpoint.far.disk_file import SwapFile
-from hyper_parallel.core.activation_checkpoint.far.tier import Refusal
+from hyper_parallel.core.activation_checkpoint.far.host import HostBudget
+from hyper_parallel.core.activation_checkpoint.far.tier import Lease, Refusal
 
 from .backend import LIMIT_S, TorchBackend, random_bytes
 from .tier_calls import lend, read, write
@@ -159,6 +162,32 @@ def test_steady_steps_grow_the_file_no_more(make_tier) -> None:
         tier._workers.wait_until_idle()
         allocations.append(tier.statistics().allocations)
     assert allocations[0] == allocations[1] == allocations[2]
+
+
+def test_without_a_limit_the_processes_of_a_host_share_what_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SwapFile, "free_bytes", lambda self: 40 * MIB)
+    monkeypatch.setattr(SwapFile, "total_bytes", lambda self: 80 * MIB)  # of which a twentieth is reserved
+    backend = TorchBackend(is_host_memory=True)
+
+    def most(limit_bytes: int | None, sharers: int) -> int:
+        tier = DiskTier(str(tmp_path), limit_bytes=limit_bytes, budget=HostBudget(0), count_sharers=lambda: sharers)
+        leases = []
+        while isinstance(lease := tier.reserve(backend, MIB), Lease):
+            leases.append(lease)
+            if len(leases) == 36:
+                break  # what is free is not counted down here
+        assert tier.statistics().held_bytes <= max(len(leases), 1) * MIB or sharers == 1
+        for lease in leases:
+            tier.release(lease, None)
+        tier.close()
+        return len(leases)
+
+    assert most(None, 1) == 36
+    assert most(None, 2) == 18
+    assert most(None, 4) == 9
+    assert most(20 * MIB, 4) == 20, "a limit that is set is for each process"
 
 
 def test_the_queue_is_bounded_in_bytes(make_tier, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,10 +101,15 @@ def test_another_controllers_path_is_not_the_memory_path(machine) -> None:
     ],
 )
 def test_the_default_is_half_shared_by_the_processes_of_this_machine(
-    machine, environment: dict[str, str], share: int
+    machine, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], share: int
 ) -> None:
     root, _ = machine
-    assert default_host_limit_bytes(environment, root=root) == 24 * GIB // share
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, text in environment.items():
+        monkeypatch.setenv(name, text)
+    assert default_host_limit_bytes(root=root) == 24 * GIB // share
+    assert default_host_limit_bytes(3, root=root) == 8 * GIB
 
 
 def test_this_machine_answers_something_plausible() -> None:

@@ -33,8 +33,16 @@ def test_the_defaults() -> None:
     )
     assert [field.name for field in dataclasses.fields(SwapConfig)] == [
         "min_bytes", "tail_bytes", "window_bytes", "prefetch_bytes", "device_bytes", "tiers", "host_limit", "disk_path",
-        "disk_limit", "verify",
+        "disk_limit", "verify", "rank_timeout_seconds",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("seconds", [0, -1, True, "10", None, float("inf"), float("nan")])
+def test_a_timeout_is_a_number_of_seconds(seconds: Any) -> None:
+    assert SwapConfig(rank_timeout_seconds=0.5).rank_timeout_seconds == 0.5
+    assert SwapConfig.from_environment({"HYPER_PARALLEL_RANK_TIMEOUT_SECONDS": "20"}).rank_timeout_seconds == 20
+    with pytest.raises(ValueError, match=r"SwapConfig\.rank_timeout_seconds: expected seconds, more than 0, got"):
+        SwapConfig(rank_timeout_seconds=seconds)
 
 
 def test_a_config_is_a_frozen_value() -> None:

@@ -13,9 +13,11 @@ import pytest
 from hyper_parallel._version import TESTED_TORCH
 from hyper_parallel.backends.torch import native
 from hyper_parallel.backends.torch.machine import Accelerator, DiskSpeed, disk_speed
+from hyper_parallel.backends.torch.planner.links import LinkProbe, rates_of_devices
 from hyper_parallel.cli import doctor
 from hyper_parallel.cli.command_line import main
 from hyper_parallel.cli.doctor import Machine, examined, findings
+from hyper_parallel.planner.shared_link import Rates
 
 GIB = 2**30
 DISK = DiskSpeed(
@@ -205,3 +207,61 @@ def test_on_mindspore_nothing_is_said_of_a_recorder(
     assert "tape" not in said.out
     machine = doctors_answer(tmp_path, capsys, code=code)["machine"]
     assert (machine["recorder"], machine["recorder_problem"]) == ("", "")
+
+
+def rows(machine: Machine) -> dict[str, str]:
+    return {what.strip(): value for what, value in doctor._machine_rows(machine)}
+
+
+def test_the_ranks_that_are_assumed_are_said_and_how_to_measure_with_more() -> None:
+    said = rows(dataclasses.replace(HOST, accelerators=(GPU,) * 4))
+    assert said["ranks on this host"] == (
+        "1 is assumed; torchrun --nproc-per-node 4 -m hyper_parallel.cli doctor measures with 4"
+    )
+    assert said["far memory by default"] == "30.00 GiB of RAM for each rank"
+    assert rows(dataclasses.replace(HOST, local_ranks=8))["ranks on this host"] == "8, as the launcher says"
+
+
+def test_a_link_is_shown_alone_and_with_all_copying() -> None:
+    shared = dataclasses.replace(GPU, shared_out_bytes_per_second=25.0 * GIB, shared_in_bytes_per_second=26.0 * GIB)
+    said = rows(dataclasses.replace(HOST, accelerators=(shared, shared)))
+    assert said["link out / back"] == "50.00 GiB/s / 52.00 GiB/s"
+    assert said["with 2 devices copying"] == "25.00 GiB/s / 26.00 GiB/s"
+    rates = Rates(ranks=4, lone_out=40.0 * GIB, lone_in=30.0 * GIB, shared_out=10.0 * GIB, shared_in=9.0 * GIB)
+    said = rows(dataclasses.replace(HOST, local_ranks=4, shared_link=rates))
+    assert said["RAM to RAM out / back, one rank"] == "40.00 GiB/s / 30.00 GiB/s"
+    assert said["with 4 ranks copying"] == "10.00 GiB/s / 9.00 GiB/s for each"
+
+
+class QueuedDevice:
+    """A device whose copies are done only once all that were queued are: those of all devices share one link."""
+
+    queued = 0
+
+    def allocate(self, nbytes: int) -> int:
+        return nbytes
+
+    def allocate_host(self, nbytes: int, *, pinned: bool) -> int:
+        assert pinned
+        return nbytes
+
+    def new_stream(self) -> str:
+        return "stream"
+
+    def record_event(self, stream: str, *, timing: bool) -> str:
+        return stream
+
+    def copy(self, destination: int, source: int, stream: str) -> None:
+        QueuedDevice.queued += source
+
+    def synchronize_event(self, event: str) -> None:
+        """Nothing is left to wait for."""
+
+    def elapsed_us(self, start: str, end: str) -> float:
+        return QueuedDevice.queued  # a byte in a microsecond
+
+
+def test_devices_of_one_process_copy_at_once() -> None:
+    QueuedDevice.queued = 0
+    probes = [LinkProbe(QueuedDevice(), None) for _ in range(4)]  # type: ignore[arg-type]
+    assert rates_of_devices(probes, goes_out=True) == [pytest.approx(1e6 / 4)] * 4

@@ -221,3 +221,20 @@ def test_verified_bytes_that_changed_in_far_memory_are_an_error() -> None:
 def test_a_request_without_bytes_is_a_mistake(nbytes: int) -> None:
     with pytest.raises(ValueError, match=f"HostTier.reserve: expected at least 1 byte, got {nbytes}"):
         Bench().reserve(nbytes)
+
+
+def test_a_limit_that_others_share_shrinks_when_they_are_found() -> None:
+    sharers = 1
+    budget = HostBudget(8 * PAGE, count_sharers=lambda: sharers)
+    tier, device = HostTier(budget, pinned=True), FakeDevice()
+    first = tier.reserve(device, 3 * PAGE)
+    assert isinstance(first, Lease)
+    sharers = 2
+    assert isinstance(tier.reserve(device, PAGE), Lease)
+    assert tier.statistics().limit_bytes == 4 * PAGE
+    assert tier.reserve(device, PAGE) is Refusal.OVER_LIMIT
+    sharers = 4
+    assert tier.reserve(device, PAGE) is Refusal.OVER_LIMIT, "what is held already stays"
+    assert not budget.charge(1)
+    sharers = 1
+    assert isinstance(tier.reserve(device, 4 * PAGE), Lease)

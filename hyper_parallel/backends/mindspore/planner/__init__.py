@@ -1,6 +1,6 @@
 """Planning on MindSpore: blocks found, steps watched, rules and plans put in place. The planning itself is in ``planner``."""
 
-from hyper_parallel.backends.mindspore.planner.measure import identify_step, measure_step
+from hyper_parallel.backends.mindspore.planner.measure import identify_step, link_probe, measure_step
 from hyper_parallel.backends.mindspore.planner.meters import device_memory, world
 from hyper_parallel.backends.mindspore.planner.plan_regions import AppliedPlan, apply_plan
 from hyper_parallel.backends.mindspore.planner.profiling import profile_memory
@@ -16,6 +16,7 @@ __all__ = [
     "device_memory",
     "guarded",
     "identify_step",
+    "link_probe",
     "list_ops",
     "measure_step",
     "profile_memory",

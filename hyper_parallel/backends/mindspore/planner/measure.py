@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +16,8 @@ from hyper_parallel.backends.mindspore.planner.meters import meter_for
 from hyper_parallel.backends.mindspore.planner.survey import find_blocks_of_step, surveyed
 from hyper_parallel.backends.mindspore.planner.trial_guard import restored_after
 from hyper_parallel.backends.planning.blocks import fingerprint_of
+from hyper_parallel.backends.planning.engine_settings import settings_of_plans
+from hyper_parallel.backends.planning.links import HostProbe
 from hyper_parallel.backends.planning.measure import incomplete, measure
 from hyper_parallel.backends.planning.survey import Survey, require_step
 from hyper_parallel.config import current_config
@@ -24,7 +25,13 @@ from hyper_parallel.planner.step_identity import StepIdentity
 from hyper_parallel.platform.mindspore import compat
 from hyper_parallel.records.step_measure import StepMeasure
 
-__all__ = ["identify_step", "measure_step"]
+__all__ = ["identify_step", "link_probe", "measure_step"]
+
+
+def link_probe(model: Any, *, who: str) -> HostProbe:
+    """See ``planner.backend``."""
+    require_cell(model, who)
+    return HostProbe()
 
 
 def measure_step(
@@ -83,12 +90,11 @@ def identify_step(
 
 def _facts(model: Any, device: str, survey: Survey) -> list[str]:
     config = current_config()
-    settings = ", ".join(f"{field.name}={getattr(config, field.name)!r}" for field in dataclasses.fields(config))
     return [
         f"library: {__version__}",
         f"mindspore: {mindspore.__version__}",
         f"device: {device}",
-        f"settings: {settings}",
+        f"settings: {settings_of_plans(config)}",
         f"model: {type(model).__name__} {fingerprint_of(TREE, model)}, values {_digest(_values(model))}",
         f"inputs: {', '.join(map(_shown, survey.inputs.tensors)) if survey.inputs is not None else 'none'}",
         f"calls: {len(survey.calls)} of blocks, {_digest(_calls(survey))}",

@@ -1,6 +1,7 @@
 """Planning on torch: blocks found, steps watched, rules and plans put in place. The planning itself is in ``planner``."""
 
 from hyper_parallel.backends.torch.planner.device_memory import device_memory
+from hyper_parallel.backends.torch.planner.links import link_probe
 from hyper_parallel.backends.torch.planner.measure import measure_step
 from hyper_parallel.backends.torch.planner.plan_regions import AppliedPlan, apply_plan
 from hyper_parallel.backends.torch.planner.profiling import profile_memory
@@ -19,6 +20,7 @@ __all__ = [
     "device_memory",
     "guarded",
     "identify_step",
+    "link_probe",
     "list_ops",
     "list_saved",
     "measure_step",

@@ -130,6 +130,7 @@ class OpObserver(TorchDispatchMode):
             is_keepable=is_asked,
             reason="weight_cast" if is_cast else facts.replay_reason or "",
             is_random=facts.is_random,
+            runs_once=facts.runs_once,
             sequence=next_sequence() - 1,
             inputs=tuple(sorted({self._producers[storage] for storage in read if storage in self._producers})),
         )

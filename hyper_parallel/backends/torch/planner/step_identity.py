@@ -6,7 +6,6 @@ ops are only known when they run.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from hyper_parallel._version import __version__
+from hyper_parallel.backends.planning.engine_settings import settings_of_plans
 from hyper_parallel.backends.torch import native
 from hyper_parallel.backends.torch.planner.blocks import device_of, fingerprint_of, require_module
 from hyper_parallel.backends.torch.planner.meters import Meter, meter_for
@@ -57,13 +57,12 @@ def identify_step(
 
 def _facts(model: nn.Module, meter: Meter, survey: Survey) -> list[str]:
     config = current_config()
-    settings = ", ".join(f"{field.name}={getattr(config, field.name)!r}" for field in dataclasses.fields(config))
     return [
         f"library: {__version__}",
         f"torch: {torch.__version__}, CUDA {torch.version.cuda}, HIP {torch.version.hip}",
         f"device: {meter.device_name}, {meter.total_bytes()} bytes",
         f"tapes: {'on' if native.load() is not None else 'off'}",
-        f"settings: {settings}",
+        f"settings: {settings_of_plans(config)}",
         f"model: {type(model).__name__} {fingerprint_of(model)}, values {_digest(_values(model))}",
         f"compiled: {', '.join(_compiled(model, survey)) or 'nothing'}",
         f"inputs: {', '.join(map(_shown, survey.inputs.tensors)) if survey.inputs is not None else 'none'}",

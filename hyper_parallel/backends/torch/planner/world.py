@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hyper_parallel.backends.planning.world import RankedWorld
+from hyper_parallel.backends.torch.ranks import presence
 
 __all__ = ["RankedWorld", "world"]
 
@@ -14,4 +15,4 @@ def world() -> RankedWorld | None:
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
     size = torch.distributed.get_world_size()
-    return RankedWorld(torch.distributed.get_rank(), size) if size > 1 else None
+    return RankedWorld(torch.distributed.get_rank(), size, presence()) if size > 1 else None

@@ -28,7 +28,7 @@ import enum
 import queue
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 from hyper_parallel.core.activation_checkpoint.adapter import Completion, DeviceBackend, Event, FlatBytes, Stream
@@ -59,13 +59,21 @@ class DiskTier:
     name = "disk"
 
     def __init__(
-        self, directory: str, *, limit_bytes: int | None, budget: HostBudget, wait_limit_s: float = WAIT_LIMIT_S
+        self,
+        directory: str,
+        *,
+        limit_bytes: int | None,
+        budget: HostBudget,
+        wait_limit_s: float = WAIT_LIMIT_S,
+        count_sharers: Callable[[], int] = lambda: 1,
     ) -> None:
         self.failure: DiskTierError | None = None
         self._limit_bytes = limit_bytes
         self._budget = budget  # the staging buffers are host memory too
         self._file = SwapFile(directory)
         self._reserve_bytes = min(RESERVE_BYTES, self._file.total_bytes() // 20)
+        self._first_space = max(0, self._file.free_bytes() - self._reserve_bytes)
+        self._count_sharers = count_sharers  # processes that have the same disk_path by default
         self._workers = Workers(self._file.path, wait_limit_s=wait_limit_s)
         # An interrupt may lose a lease on its way to its owner: then its space is never returned, and close() cannot end the
         # threads. They end with the tier in any case.
@@ -220,6 +228,9 @@ class DiskTier:
         if self._arena.held_bytes + needed_bytes > limit:
             return Refusal.OVER_LIMIT
         space = self._file.free_bytes() - self._reserve_bytes
+        sharers = self._count_sharers() if self._limit_bytes is None else 1
+        if sharers > 1:  # the others are to find space too, also where they ask later
+            space = min(space, self._first_space // sharers - self._arena.held_bytes)
         if needed_bytes > space:
             return Refusal.NO_SPACE
         capped = space if self._limit_bytes is None else min(space, self._limit_bytes - self._arena.held_bytes)

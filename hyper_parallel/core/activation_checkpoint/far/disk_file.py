@@ -36,9 +36,9 @@ import stat
 import threading
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final, NoReturn, TypeAlias
 
+from hyper_parallel.core.processes import start_ticks
 from hyper_parallel.errors import DiskTierError
 
 __all__ = ["BLOCK_BYTES", "SwapFile", "aligned_memory", "copy_bytes", "residue_of"]
@@ -176,7 +176,7 @@ class SwapFile:
         return self._open_named(flags)
 
     def _open_named(self, flags: int) -> tuple[int, str]:
-        name = f"hyper-parallel-{os.getpid()}-{_start_ticks(os.getpid())}-{secrets.token_hex(8)}.swap"
+        name = f"hyper-parallel-{os.getpid()}-{start_ticks(os.getpid())}-{secrets.token_hex(8)}.swap"
         path = os.path.join(self.directory, name)
         try:
             fd = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
@@ -233,7 +233,7 @@ def remove_leftovers(directory: str) -> list[str]:
     removed = []
     for entry in os.scandir(directory):
         match = _NAME.fullmatch(entry.name)
-        if match is None or _start_ticks(int(match.group(1))) == int(match.group(2)):
+        if match is None or start_ticks(int(match.group(1))) == int(match.group(2)):
             continue
         try:
             fd = os.open(entry.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -319,15 +319,6 @@ def _lock(fd: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _start_ticks(pid: int) -> int:
-    """When a process started, in ticks since boot; 0 for one that does not live."""
-    try:
-        # The name in parentheses may hold spaces and parentheses itself.
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, IndexError, ValueError):
-        return 0
 
 
 def _close_all(pid: int, fds: list[int], path: str) -> None:

@@ -273,6 +273,7 @@ class HostTier:
         return self._pools[key]
 
     def _grow(self, pool: Pool, backend: DeviceBackend, wanted_bytes: int) -> Refusal | None:
+        self._budget.look_for_sharers()
         preferred, needed = pool.growth_bytes(backend, wanted_bytes)
         self._budget.reclaim(preferred, keep=pool)
         if needed > self._budget.left_bytes:

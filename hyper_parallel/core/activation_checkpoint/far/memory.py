@@ -29,7 +29,10 @@ from hyper_parallel.core.activation_checkpoint.adapter import (
 )
 from hyper_parallel.core.activation_checkpoint.far.disk import DiskTier
 from hyper_parallel.core.activation_checkpoint.far.host import HostBudget, HostTier
-from hyper_parallel.core.activation_checkpoint.far.process_memory import default_host_limit_bytes
+from hyper_parallel.core.activation_checkpoint.far.process_memory import (
+    count_local_processes,
+    default_host_limit_bytes,
+)
 from hyper_parallel.core.activation_checkpoint.far.tier import Lease, Refusal, Tier, TierStatistics
 from hyper_parallel.errors import CorruptDataError, DiskTierError, FarMemoryError, again
 
@@ -58,8 +61,10 @@ class FarMemory:
     """The tiers of one :class:`~hyper_parallel.config.SwapConfig`, tried in spill order."""
 
     def __init__(self, config: SwapConfig) -> None:
-        limit = default_host_limit_bytes() if config.host_limit is None else config.host_limit
-        self._budget = HostBudget(limit)
+        if config.host_limit is None:
+            self._budget = HostBudget(default_host_limit_bytes(1), count_sharers=count_local_processes)
+        else:
+            self._budget = HostBudget(config.host_limit)
         self._verify = config.verify
         self._tiers = tuple(self._make_tier(name, config) for name in config.tiers)
         first = self._tiers[0]
@@ -75,7 +80,9 @@ class FarMemory:
         if name != "disk":
             return HostTier(self._budget, pinned=name == "pinned")
         assert config.disk_path is not None  # SwapConfig has checked it
-        return DiskTier(config.disk_path, limit_bytes=config.disk_limit, budget=self._budget)
+        return DiskTier(
+            config.disk_path, limit_bytes=config.disk_limit, budget=self._budget, count_sharers=count_local_processes
+        )
 
     def reserve(self, backend: DeviceBackend, nbytes: int) -> Lease | Refusal:
         """Space in the first tier that has it, else the last tier's reason."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from hyper_parallel.core.activation_checkpoint.adapter import (
@@ -30,13 +30,28 @@ SLACK_DIVISOR: Final = 32  # a pool may hold 1/32 more than its live peak: below
 
 
 class HostBudget:
-    """The most host memory that some tiers may hold together, and the lock that makes it exact."""
+    """The most host memory that some tiers may hold together, and the lock that makes it exact.
 
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
+    ``count_sharers``: how many processes of this host share ``limit_bytes`` now; None: they are this process's alone.
+    """
+
+    def __init__(self, limit_bytes: int, *, count_sharers: Callable[[], int] | None = None) -> None:
+        self._whole_bytes = limit_bytes
+        self._count_sharers = count_sharers
+        self._sharers = 1 if count_sharers is None else max(1, count_sharers())
         self.held_bytes = 0
         self.lock = threading.Lock()
         self.pools: list[Pool] = []
+
+    @property
+    def limit_bytes(self) -> int:
+        """The share of this process."""
+        return self._whole_bytes // self._sharers
+
+    def look_for_sharers(self) -> None:
+        """Before more is taken: the ranks of this host may have found one another meanwhile."""
+        if self._count_sharers is not None:
+            self._sharers = max(1, self._count_sharers())
 
     @property
     def left_bytes(self) -> int:
@@ -46,6 +61,7 @@ class HostBudget:
     def charge(self, nbytes: int) -> bool:
         """Count host memory that is taken beside the pools, or answer that the cap forbids it."""
         with self.lock:
+            self.look_for_sharers()
             self.reclaim(nbytes, keep=None)
             if nbytes > self.left_bytes:
                 return False

@@ -8,17 +8,17 @@ in version 1 and version 2 of that interface, and in machines that mount both.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-__all__ = ["available_memory_bytes", "default_host_limit_bytes"]
+from hyper_parallel.core.activation_checkpoint.adapter import tensor_adapter
+from hyper_parallel.core.processes import launched_local_processes
+
+__all__ = ["available_memory_bytes", "count_local_processes", "default_host_limit_bytes"]
 
 # Version 1 says "no limit" with a number close to 2**63, rounded to pages.
 _UNLIMITED_BYTES: Final = 2**60
-
-# What launchers call the number of processes of this job on this machine; each of them gets an equal share.
-_LOCAL_PROCESS_VARIABLES: Final = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
 class _Files(NamedTuple):
@@ -40,16 +40,21 @@ _VERSION_2: Final = _Files(
 )
 
 
-def default_host_limit_bytes(environment: Mapping[str, str] | None = None, *, root: Path = Path("/")) -> int:
-    """Half of what this process may use; processes that share the machine in one job share that half."""
-    environment = os.environ if environment is None else environment
-    share = 1
-    for name in _LOCAL_PROCESS_VARIABLES:
-        text = environment.get(name, "")
-        if text.isdigit() and int(text) > 0:
-            share = int(text)
-            break
-    return available_memory_bytes(root=root) // 2 // share
+def default_host_limit_bytes(local_processes: int | None = None, *, root: Path = Path("/")) -> int:
+    """Half of what this process may use; the processes of one job on this host share that half.
+
+    ``local_processes``: how many they are; None: as many as :func:`count_local_processes` knows of now.
+    """
+    return available_memory_bytes(root=root) // 2 // (local_processes or count_local_processes())
+
+
+def count_local_processes() -> int:
+    """How many processes of this job are on this host: as the launcher says, else as the ranks of its group told one another.
+
+    A rank that has not said yet where it is counts as one of this host.
+    """
+    launched = launched_local_processes()
+    return launched if launched is not None else tensor_adapter().local_processes()
 
 
 def available_memory_bytes(*, root: Path = Path("/")) -> int:
