@@ -182,26 +182,35 @@ class DemoTraining:
         model, step = self.framework.built(size)
         blocks = find_observed_blocks(self._observed, model)
         plan = None if planned is None else planned.plan
-        if planned is not None and self.framework.has_accelerator():
-            fitted = fit_memory(
-                model, step, planned.plan.budget_bytes, profile=planned.profile, plan=planned.plan, attempts=3, steps=2
-            )
-            plan = planned.plan = fitted.plan
-            fitted.remove()
-        ledger = _Ledger(self.framework, model)
-        with self._counted(size), in_one_way(self._observed, model, blocks, way, plan):
+        with self._counted(size), contextlib.ExitStack() as stack:
+            if planned is not None and not self.counts_resident_memory:
+                plan = planned.plan = self._fitted(model, step, planned)
+            ledger = _Ledger(self.framework, model)
+            stack.enter_context(in_one_way(self._observed, model, blocks, way, plan))
             observer = StepObserver(self._observed, model, step, blocks, base=process)
             record = observer.observe(way, what=WAYS[way].what, warmup=1, steps=steps, after=ledger)
         record = dataclasses.replace(record, losses=tuple(ledger.losses), gradients=ledger.gradients)
         if self.counts_simulated_memory:
-            record = dataclasses.replace(
-                record, notes=()
-            )  # what they say of times does not hold: the demo takes others
+            # What they say of times does not hold: those that are shown are taken without the simulated accelerator.
+            record = dataclasses.replace(record, notes=())
         if planned is None or plan is None:
             return record
         return dataclasses.replace(
             record, ops=op_totals(planned.profile, plan), predicted=plan.predicted, notes=(*record.notes, *plan.notes)
         )
+
+    def _fitted(self, model: Module, step: Callable[[], Any], planned: DemoPlan) -> Plan:
+        """The plan, corrected until its measured peak fits. On the simulated device one that cannot is returned as it was."""
+        try:
+            fitted = fit_memory(
+                model, step, planned.plan.budget_bytes, profile=planned.profile, plan=planned.plan, attempts=3, steps=2
+            )
+        except BudgetTooSmallError:
+            if self.framework.has_accelerator():
+                raise
+            return planned.plan
+        fitted.remove()
+        return fitted.plan
 
     def _counted(self, size: DemoSize) -> AbstractContextManager[Any]:
         """Where the bytes of this process say nothing, the simulated accelerator counts those of its tensors."""

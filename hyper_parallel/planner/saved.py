@@ -39,7 +39,7 @@ class SavedTable(Sequence[SavedRow]):
 
     rows: tuple[SavedRow, ...]
     weight_count: int
-    """Values that were parameters or buffers of the model, or copies of parameters in another dtype."""
+    """Values that were parameters or buffers of the model, or (on torch) copies of parameters in another dtype."""
     weight_bytes: int
     """Their storages: held with and without a backward, so they are in no row."""
     unknown_count: int = 0

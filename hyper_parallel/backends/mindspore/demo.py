@@ -71,6 +71,7 @@ class MindSporeDemo:
     sizes: Mapping[str, DemoSize] = {
         **SIZES,
         "host": dataclasses.replace(SIZES["host"], layers=6, batch=4, unit_bytes=2**18),
+        "tiny": dataclasses.replace(SIZES["tiny"], length=128, unit_bytes=2**14),
     }
     frees_host_memory = False
     why_simulated = (

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hyper_parallel._version import TESTED_TORCH
+from hyper_parallel.backends.machine import Accelerator, DiskSpeed, disk_speed
 from hyper_parallel.backends.torch import native
-from hyper_parallel.backends.torch.machine import Accelerator, DiskSpeed, disk_speed
 from hyper_parallel.cli import doctor
 from hyper_parallel.cli.command_line import main
 from hyper_parallel.cli.doctor import Machine, examined, findings
