@@ -30,7 +30,7 @@ from hyper_parallel.backends.demo_training import SIZES, DemoPlan, DemoTraining,
 from hyper_parallel.cli.console import Console
 from hyper_parallel.cli.factory import positive
 from hyper_parallel.cli.failures import CommandError, UsageError
-from hyper_parallel.cli.framework import add_platform_argument, require_framework
+from hyper_parallel.cli.framework import add_platform_argument, not_chosen, require_framework
 from hyper_parallel.cli.report import show_run
 from hyper_parallel.config import show_bytes
 from hyper_parallel.errors import BudgetTooSmallError
@@ -115,6 +115,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     show_run(record, console)
     for line in _story(record):
         console.say(line)
+    if not_chosen():
+        console.say(not_chosen())
     console.say(f"report: {folder / 'report.html'} (also run.json, plan.json, figure.svg, trace.json)")
     if not are_equal:
         raise CommandError(f"the gradients of the ways differ; please report this with {folder / 'run.json'}")

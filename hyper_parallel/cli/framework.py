@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import os
 from collections.abc import Iterator
 from typing import Any, Final
@@ -19,7 +20,15 @@ from hyper_parallel.platform.platform import (
     get_torch_platform,
 )
 
-__all__ = ["FRAMEWORKS", "add_platform_argument", "asked_framework", "asked_platform", "require_framework", "use_model"]
+__all__ = [
+    "FRAMEWORKS",
+    "add_platform_argument",
+    "asked_framework",
+    "asked_platform",
+    "not_chosen",
+    "require_framework",
+    "use_model",
+]
 
 FRAMEWORKS: Final = (HYPER_PARALLEL_PLATFORM_TORCH, HYPER_PARALLEL_PLATFORM_MINDSPORE)
 _CREATE: Final = {
@@ -66,6 +75,23 @@ def require_framework() -> str:
         return framework_in_use()
     except ImportError as error:
         raise CommandError(str(error)) from None
+
+
+def not_chosen() -> str:
+    """A sentence for a command without a model, where both frameworks are installed and neither was asked for; else empty."""
+    if asked_framework() or not all(map(_is_installed, FRAMEWORKS)):
+        return ""
+    used = require_framework()
+    (other,) = (name for name in FRAMEWORKS if name != used)
+    return f"both frameworks are installed, and this ran on {used}; --platform {other} runs it on the other one"
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def use_model(factory: str, model: Any) -> None:

@@ -64,6 +64,30 @@ def test_no_framework_is_a_message_and_no_traceback(monkeypatch: pytest.MonkeyPa
         framework.require_framework()
 
 
+@pytest.mark.parametrize(
+    ("installed", "asked", "says"),
+    [
+        (("torch", "mindspore"), "", True),
+        (("torch", "mindspore"), "torch", False),
+        (("torch",), "", False),
+        (("mindspore",), "", False),
+    ],
+)
+def test_a_choice_that_nobody_made_is_said(
+    monkeypatch: pytest.MonkeyPatch, installed: tuple[str, ...], asked: str, says: bool
+) -> None:
+    monkeypatch.setattr(framework, "_is_installed", installed.__contains__)
+    monkeypatch.setattr(framework, "framework_in_use", lambda: "mindspore")
+    monkeypatch.setenv(NAME, asked)
+    said = "both frameworks are installed, and this ran on mindspore; --platform torch runs it on the other one"
+    assert framework.not_chosen() == (said if says else "")
+
+
+def test_what_is_installed_is_known_without_importing_it() -> None:
+    assert framework._is_installed("pytest")
+    assert not framework._is_installed("surely-not-installed")
+
+
 def test_what_was_asked_for_holds_inside_and_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     before = platforms.platform
     monkeypatch.delenv(NAME, raising=False)
