@@ -11,13 +11,19 @@ Example::
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import functools
 import os
 import platform
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
+from hyper_parallel.backends.step_observation.framework import observed_framework
+from hyper_parallel.backends.step_observation.gradients import FirstGradients
+from hyper_parallel.backends.step_observation.step_observer import StepObserver, find_observed_blocks, versions_of
+from hyper_parallel.backends.step_observation.ways import WAYS, in_one_way
 from hyper_parallel.cli.console import Console
 from hyper_parallel.cli.factory import add_model_arguments, built_model, require_writable, simulated_where_asked
 from hyper_parallel.cli.failures import CommandError, UsageError, did_you_mean
@@ -26,6 +32,8 @@ from hyper_parallel.config import current_config
 from hyper_parallel.planner.backend import planner_backend
 from hyper_parallel.planner.budget import check_budget, parse_budget, show_setting
 from hyper_parallel.planner.fit import fit_memory, profile_memory
+from hyper_parallel.planner.plan import Plan
+from hyper_parallel.planner.profile import Profile
 from hyper_parallel.planner.totals import op_totals
 from hyper_parallel.records.record_files import as_json
 from hyper_parallel.records.run_record import RunRecord, StepRecord
@@ -34,10 +42,6 @@ from hyper_parallel.report.page import write_page
 __all__ = ["add_arguments", "run"]
 
 _DEFAULT_WAYS: Final = "none,recompute,swap"
-_UNREPEATABLE: Final = (
-    "gradients were not compared: the first way does not repeat its own (another batch, or ops that add in any order); "
-    "have the step use one batch, and torch.use_deterministic_algorithms(True)"
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,9 +57,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """The command."""
-    planner_backend("bench", torch_only="the observer of a step is written for torch alone")  # before anything is built
-    from hyper_parallel.backends.torch.step_observation import WAYS
-
     ways = (args.ways or _DEFAULT_WAYS + (",auto" if args.budget else "")).split(",")
     unknown = [way for way in ways if way not in WAYS]
     if unknown:
@@ -93,95 +94,109 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 
 def _measured(args: argparse.Namespace, ways: list[str], console: Console) -> RunRecord:
-    from hyper_parallel.backends.torch import step_observation
-
     with console.progress("bench", len(ways) + 2) as advance:
         advance(f"building {args.factory}")
         model, step = built_model(args.factory)
         with simulated_where_asked(args.simulate):
-            blocks = step_observation.find_observed_blocks(model, args.blocks)
-            observer = step_observation.StepObserver(model, step, blocks)
-            if observer.memory_kind.startswith("resident"):
-                raise CommandError(
-                    "the model is on the CPU, and one process cannot tell the memory of one way from that of the next; "
-                    "move it to an accelerator, or count bytes with --simulate"
-                )
-            if args.budget is not None:
-                memory = functools.partial(planner_backend().device_memory, model, who="bench")
-                budget = parse_budget(args.budget, name="--budget", memory=memory)
-                args = argparse.Namespace(**{**vars(args), "budget": budget})
+            bench = _Bench(args, model, step)
             steps: list[StepRecord] = []
-            plans: dict[str, Any] = {}  # by way
             for way in ways:
                 advance(f"running {way}")
-                steps.append(_one(args, way, model, step, blocks, observer, plans, is_first=not steps))
+                steps.append(bench.observed(way, is_first=not steps))
             advance(f"timing {args.steps} rounds")
-            seconds = _timed_in_turns(args, ways, model, blocks, observer, plans)
+            seconds = bench.timed_in_turns(ways)
             steps = [one.timed(seconds[one.name]) for one in steps]
-            versions = step_observation.versions_of(model)
+            versions = versions_of(bench.framework, model)
     return RunRecord(
         title=f"{args.factory}, {len(ways)} ways",
         created=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         versions=versions,
-        memory_kind=observer.memory_kind,
-        budget_bytes=args.budget,
+        memory_kind=bench.observer.memory_kind,
+        budget_bytes=bench.budget_bytes,
         settings={
             field.name: show_setting(field.name, getattr(current_config(), field.name))
             for field in dataclasses.fields(current_config())
         },
         machine={"system": f"{platform.system()} {platform.machine()}", "cores": str(os.cpu_count())},
         steps=tuple(steps),
-        notes=() if steps[0].gradients else (_UNREPEATABLE,),
+        notes=() if steps[0].gradients else (bench.why_not_compared,),
     )
 
 
-def _timed_in_turns(
-    args: argparse.Namespace, ways: list[str], model: Any, blocks: Any, observer: Any, plans: dict[str, Any]
-) -> dict[str, list[float]]:
-    """Seconds of every way, in rounds: each way runs once in every round, so that a slow minute slows them all."""
-    from hyper_parallel.backends.torch import step_observation
+class _Bench:
+    """One model in several ways. Each way begins with the model as it was given."""
 
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(args.steps):
-        for way in ways:
-            with step_observation.in_one_way(model, blocks, way, plans.get(way)):
-                with planner_backend().guarded(model, who="bench"):
-                    seconds[way].append(observer.time_one())
-    return seconds
+    def __init__(self, args: argparse.Namespace, model: Any, step: Any) -> None:
+        self.framework = observed_framework()
+        self.why_not_compared = ""
+        self._args = args
+        self._model = model
+        self._step = step
+        self._blocks = find_observed_blocks(self.framework, model, args.blocks)
+        self._plans: dict[str, Plan] = {}  # by way
+        self.observer = StepObserver(self.framework, model, step, self._blocks)
+        if self.observer.memory_kind.startswith("resident"):
+            raise CommandError(
+                "the model is on the CPU, and one process cannot tell the memory of one way from that of the next; "
+                "move it to an accelerator, or count bytes with --simulate"
+            )
+        self.budget_bytes: int | None = None
+        if args.budget is not None:
+            memory = functools.partial(planner_backend().device_memory, model, who="bench")
+            self.budget_bytes = parse_budget(args.budget, name="--budget", memory=memory)
 
+    @contextlib.contextmanager
+    def _in_way(self, way: str) -> Iterator[None]:
+        with in_one_way(self.framework, self._model, self._blocks, way, self._plans.get(way)):
+            with planner_backend().guarded(self._model, who="bench"):
+                yield
 
-def _one(
-    args: argparse.Namespace,
-    way: str,
-    model: Any,
-    step: Any,
-    blocks: Any,
-    observer: Any,
-    plans: dict[str, Any],
-    *,
-    is_first: bool,
-) -> StepRecord:
-    """One way, from the model as it was given; blocks and observer are the framework's.
+    def timed_in_turns(self, ways: Sequence[str]) -> dict[str, list[float]]:
+        """Seconds of every way, in rounds: each way runs once in every round, so that a slow minute slows them all."""
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        for _ in range(self._args.steps):
+            for way in ways:
+                with self._in_way(way):
+                    seconds[way].append(self.observer.time_one())
+        return seconds
 
-    The first way runs its step once more. Where it does not give its own gradients again, comparing would say nothing.
-    """
-    from hyper_parallel.backends.torch import step_observation
-
-    profile = plan = None
-    if way == "auto":
-        profile = profile_memory(model, step, blocks=args.blocks, steps=args.steps)
-        fitted = fit_memory(model, step, args.budget, blocks=args.blocks, profile=profile, steps=args.steps)
-        plan = plans[way] = fitted.plan
-        fitted.remove()
-    seen, again = step_observation.FirstGradients(model), step_observation.FirstGradients(model)
-    with step_observation.in_one_way(model, blocks, way, plan):
-        with planner_backend().guarded(model, who="bench"):
-            record: StepRecord = observer.observe(way, what=step_observation.WAYS[way].what, steps=1, after=seen)
+    def observed(self, way: str, *, is_first: bool) -> StepRecord:
+        """One way. The first way runs its step once more: where it does not give its own gradients again, comparing would
+        say nothing.
+        """
+        profile = None
+        if way == "auto":
+            profile = self._fitted()
+        seen, again = (FirstGradients(self.framework, self._model) for _ in range(2))
+        with self._in_way(way):
+            record = self.observer.observe(way, what=WAYS[way].what, steps=1, after=seen)
         if is_first:
-            with planner_backend().guarded(model, who="bench"):
-                again(step())
-    if not is_first or again.fingerprint == seen.fingerprint:
-        record = dataclasses.replace(record, gradients=seen.fingerprint)
-    if profile is None or plan is None:
-        return record
-    return dataclasses.replace(record, ops=op_totals(profile, plan), predicted=plan.predicted)
+            with self._in_way(way):
+                again(self._step())
+            self._compare_with_itself(seen, again)
+        if not is_first or again.fingerprint == seen.fingerprint:
+            record = dataclasses.replace(record, gradients=seen.fingerprint)
+        if profile is None:
+            return record
+        plan = self._plans[way]
+        return dataclasses.replace(record, ops=op_totals(profile, plan), predicted=plan.predicted)
+
+    def _fitted(self) -> Profile:
+        """A profile; the plan that was fitted is kept, and taken off the model."""
+        args, budget = self._args, self.budget_bytes
+        assert budget is not None, "auto is refused without a budget"
+        profile = profile_memory(self._model, self._step, blocks=args.blocks, steps=args.steps)
+        fitted = fit_memory(self._model, self._step, budget, blocks=args.blocks, profile=profile, steps=args.steps)
+        self._plans["auto"] = fitted.plan
+        fitted.remove()
+        return profile
+
+    def _compare_with_itself(self, seen: FirstGradients, again: FirstGradients) -> None:
+        if not seen.fingerprint:
+            hint = self.framework.how_to_return_gradients
+            self.why_not_compared = f"gradients were not compared: the step shows none; {hint}"
+        elif seen.fingerprint != again.fingerprint:
+            self.why_not_compared = (
+                "gradients were not compared: the first way does not repeat its own (another batch, or ops that add in any "
+                f"order); {self.framework.how_to_repeat}"
+            )

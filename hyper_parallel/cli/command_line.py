@@ -23,6 +23,7 @@ from hyper_parallel._version import __version__
 from hyper_parallel.cli import bench, completion, demo, doctor, estimate, explain, plan, profile, report, saved
 from hyper_parallel.cli.console import Console
 from hyper_parallel.cli.failures import UsageError, did_you_mean
+from hyper_parallel.cli.framework import asked_platform
 from hyper_parallel.errors import HyperParallelError
 
 __all__ = ["COMMANDS", "build_parser", "main"]
@@ -124,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(is_json=getattr(parsed, "json", False))
     heard = _Heard()
     try:
-        with _ended_by_signal(heard):
+        with _ended_by_signal(heard), asked_platform(getattr(parsed, "platform", None)):
             code = int(parsed.run(parsed, console))
         sys.stdout.flush()
         return code

@@ -2,8 +2,8 @@
 
 none, recompute, swap and auto (the planner's choice for the budget): peak, step time, bytes moved, and whether all gradients
 are the same, bit for bit. Times are medians of rounds in which the ways take turns. On a machine with a GPU swapped values go
-to pinned memory; without one the device is RAM and far memory is a file, so that the memory of the process really falls. The
-memory of each way is measured in a process of its own.
+to pinned memory; without one the device is RAM and far memory is a file, so that the memory of the process really falls (on
+MindSpore it does not, and the simulated accelerator counts it). The memory of each way is measured in a process of its own.
 
 Example::
 
@@ -21,14 +21,16 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from hyper_parallel._version import __version__
+from hyper_parallel.backends.demo_training import SIZES, DemoPlan, DemoTraining, demo_training
 from hyper_parallel.cli.console import Console
 from hyper_parallel.cli.factory import positive
 from hyper_parallel.cli.failures import CommandError, UsageError
+from hyper_parallel.cli.framework import add_platform_argument, not_chosen, require_framework
 from hyper_parallel.cli.report import show_run
 from hyper_parallel.config import show_bytes
 from hyper_parallel.errors import BudgetTooSmallError
@@ -36,15 +38,13 @@ from hyper_parallel.planner.budget import check_budget
 from hyper_parallel.planner.plan import Plan
 from hyper_parallel.planner.planning import plan_memory
 from hyper_parallel.planner.profile import Profile
+from hyper_parallel.platform.platform import HYPER_PARALLEL_PLATFORM
 from hyper_parallel.records.record_files import as_json
 from hyper_parallel.records.run_record import RunRecord, StepRecord
 from hyper_parallel.records.versions import Versions
 from hyper_parallel.report.figure import write_figure
 from hyper_parallel.report.page import write_page
 from hyper_parallel.report.trace import write_run_trace
-
-if TYPE_CHECKING:
-    from hyper_parallel.backends.torch import demo as torch_demo
 
 __all__ = ["add_arguments", "run"]
 
@@ -59,7 +59,6 @@ _STAGES: Final[Mapping[str, tuple[str, float]]] = {  # in order: what is said of
     _TIMES: ("timing: the four ways in turns", 1.5),
 }
 _WAYS: Final = ("none", "recompute", "swap", "auto")
-_SIZES: Final = ("host", "device", "tiny")
 _TIME_LIMIT_S: Final = 900
 _EFFORT: Final = 0.3  # of a second search
 _ABOVE_SMALLEST: Final = 1.1
@@ -79,7 +78,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", type=positive, default=3, metavar="N", help="how many times each way is timed, in turns (default 3)"
     )
     parser.add_argument("--disk-path", metavar="DIR", help="where swapped values go on machines without a GPU")
-    parser.add_argument("--size", choices=_SIZES, help="how large a model; chosen by the machine by default")
+    parser.add_argument("--size", choices=tuple(SIZES), help="how large a model; chosen by the machine by default")
+    add_platform_argument(parser)
     parser.add_argument("--one", choices=(*_STAGES,), help=argparse.SUPPRESS)  # one way, in this very process
 
 
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             raise UsageError(str(error)) from None
     if args.disk_path is not None and not Path(args.disk_path).is_dir():
         raise UsageError(f"--disk-path: there is no folder {args.disk_path}; name one on the disk to use")
-    _demo_module()  # says what is missing before anything is started or written
+    framework = require_framework()  # says what is missing before anything is started or written
     folder = Path(args.output)
     folder.mkdir(parents=True, exist_ok=True)
     if args.one is not None:
@@ -102,9 +102,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
         with console.progress("demo", len(_STAGES), shares=[share for _, share in _STAGES.values()]) as advance:
             for stage, (words, _) in _STAGES.items():
                 advance(words)
-                _run_apart(stage, args, folder, disk)
+                _run_apart(framework, stage, args, folder, disk)
                 if stage == "auto" and _planned_again(args, folder):
-                    _run_apart(stage, args, folder, disk)
+                    _run_apart(framework, stage, args, folder, disk)
     record = _collected(args, folder)
     record.save(folder / "run.json")
     write_page(folder / "report.html", record)
@@ -115,6 +115,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     show_run(record, console)
     for line in _story(record):
         console.say(line)
+    if not_chosen():
+        console.say(not_chosen())
     console.say(f"report: {folder / 'report.html'} (also run.json, plan.json, figure.svg, trace.json)")
     if not are_equal:
         raise CommandError(f"the gradients of the ways differ; please report this with {folder / 'run.json'}")
@@ -143,19 +145,7 @@ def _story(record: RunRecord) -> list[str]:
     return lines
 
 
-def _demo_module() -> Any:  # the module hyper_parallel.backends.torch.demo
-    try:
-        from hyper_parallel.backends.torch import demo
-    except ImportError as error:
-        raise CommandError(f"needs torch, which cannot be imported here ({error}); pip install torch") from None
-    return demo
-
-
-def _size_of(args: argparse.Namespace, demo_module: Any) -> torch_demo.DemoSize:
-    return demo_module.SIZES[args.size or demo_module.fitting_size()]  # type: ignore[no-any-return]
-
-
-def _run_apart(stage: str, args: argparse.Namespace, folder: Path, disk: str) -> None:
+def _run_apart(framework: str, stage: str, args: argparse.Namespace, folder: Path, disk: str) -> None:
     command = [
         sys.executable,
         "-m",
@@ -171,7 +161,7 @@ def _run_apart(stage: str, args: argparse.Namespace, folder: Path, disk: str) ->
     command += ["--steps", str(args.steps if stage == _TIMES else _OBSERVED_STEPS)]
     for name, value in (("--budget", args.budget), ("--size", args.size)):
         command += [name, value] if value is not None else []
-    environment = {**_ALLOCATOR, **_SAME_SUMS, **os.environ, "HYPER_PARALLEL_PLATFORM": "torch"}
+    environment = {**_ALLOCATOR, **_SAME_SUMS, **os.environ, HYPER_PARALLEL_PLATFORM: framework}
     try:
         finished = subprocess.run(command, capture_output=True, text=True, timeout=_TIME_LIMIT_S, env=environment)
     except subprocess.TimeoutExpired:
@@ -182,29 +172,29 @@ def _run_apart(stage: str, args: argparse.Namespace, folder: Path, disk: str) ->
 
 
 def _run_one(args: argparse.Namespace, folder: Path) -> None:
-    demo_module = _demo_module()
-    size = _size_of(args, demo_module)
+    training = demo_training()
+    size = training.size(args.size)
     disk = args.disk_path or tempfile.gettempdir()
     if args.one == _PLAN:
         alone = StepRecord.load(folder / "none.json")
-        planned = demo_module.plan_demo(size, budget=args.budget, disk_path=disk, alone=alone)
-        planned.plan.save(folder / "plan.json")
-        planned.profile.save(folder / "profile.json")
+        made = training.plan_demo(size, budget=args.budget, disk_path=disk, alone=alone)
+        made.plan.save(folder / "plan.json")
+        made.profile.save(folder / "profile.json")
         return
     if args.one == _TIMES:
         plan = Plan.load(folder / "plan.json")
-        seconds = demo_module.time_in_turns(size, disk_path=disk, rounds=args.steps, plan=plan)
+        seconds = training.time_in_turns(size, disk_path=disk, rounds=args.steps, plan=plan)
         (folder / "times.json").write_text(json.dumps(seconds))
         return
     planned = None
     if args.one == "auto":
         profile, plan = Profile.load(folder / "profile.json"), Plan.load(folder / "plan.json")
-        planned = demo_module.DemoPlan(profile=profile, plan=plan)
-    step = demo_module.train(args.one, size, disk_path=disk, steps=args.steps, planned=planned)
+        planned = DemoPlan(profile=profile, plan=plan)
+    step = training.train(args.one, size, disk_path=disk, steps=args.steps, planned=planned)
     step.save(folder / f"{args.one}.json")
     if planned is not None:
         planned.plan.save(folder / "plan.json")
-    (folder / "settings.json").write_text(json.dumps(demo_module.settings_in_words(size, disk)))
+    (folder / "settings.json").write_text(json.dumps(training.settings_in_words(size, disk)))
 
 
 def _planned_again(args: argparse.Namespace, folder: Path) -> bool:
@@ -230,34 +220,50 @@ def _planned_again(args: argparse.Namespace, folder: Path) -> bool:
 
 def _collected(args: argparse.Namespace, folder: Path) -> RunRecord:
     profile, plan = Profile.load(folder / "profile.json"), Plan.load(folder / "plan.json")
-    is_host = profile.versions.device == "simulated accelerator"
-    size = _size_of(args, _demo_module())
+    training = demo_training()
+    size = training.size(args.size)
     versions: Versions = dataclasses.replace(profile.versions, library_version=__version__)
     settings = json.loads((folder / "settings.json").read_text())
-    if is_host:
+    if not training.framework.has_accelerator():
         versions = dataclasses.replace(versions, device=f"CPU ({platform.machine()}, {os.cpu_count()} cores)")
         settings["disk_path"] = "a temporary directory"
-    notes: tuple[str, ...] = ("planned on the simulated accelerator: a CPU has no allocator to ask",) if is_host else ()
     seconds = json.loads((folder / "times.json").read_text())
     steps = [StepRecord.load(folder / f"{way}.json").timed(seconds[way]) for way in _WAYS]
-    process_bytes = max(step.process_bytes for step in steps)
-    if is_host:  # the budget is about the model's own memory, so peaks and curves are too
-        steps = [step.without_process() for step in steps]
-        notes += (
-            f"the {show_bytes(process_bytes)} that Python and torch take without a model are left out of all figures",
-        )
+    notes = _notes(training, steps)
+    steps = [
+        step.without_process() for step in steps
+    ]  # the budget is about the model's own memory: peaks and curves are too
     for name in (*(f"{way}.json" for way in _WAYS), "settings.json", "times.json"):
         (folder / name).unlink()
     return RunRecord(
         title=f"A language model of {size.layers} layers, {size.batch} × {size.length} tokens, four ways",
         created=datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         versions=versions,
-        memory_kind="resident memory of the model" if is_host else "device memory",
+        memory_kind=_memory_kind(training),
         budget_bytes=plan.budget_bytes,
         settings=settings,
         machine={"system": f"{platform.system()} {platform.machine()}", "cores": str(os.cpu_count())},
         steps=tuple(steps),
         notes=notes,
+    )
+
+
+def _memory_kind(training: DemoTraining) -> str:
+    if training.counts_resident_memory:
+        return "resident memory of the model"
+    return "simulated device memory" if training.counts_simulated_memory else "device memory"
+
+
+def _notes(training: DemoTraining, steps: Sequence[StepRecord]) -> tuple[str, ...]:
+    """What the figures are of, where that is no accelerator."""
+    if training.counts_simulated_memory:
+        return (training.framework.why_simulated,)
+    if not training.counts_resident_memory:
+        return ()
+    process = show_bytes(max(step.process_bytes for step in steps))
+    return (
+        "planned on the simulated accelerator: a CPU has no allocator to ask",
+        f"the {process} that Python and torch take without a model are left out of all figures",
     )
 
 

@@ -21,7 +21,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel._version import TESTED_TORCH, __version__
+from hyper_parallel.backends.machine import Accelerator, DiskSpeed, disk_speed, memory_copy_bytes_per_second
 from hyper_parallel.cli.console import Console
+from hyper_parallel.cli.framework import FRAMEWORKS, add_platform_argument, asked_framework
 from hyper_parallel.config import SwapConfig, show_bytes
 from hyper_parallel.core.activation_checkpoint.far.process_memory import (
     available_memory_bytes,
@@ -36,13 +38,11 @@ from hyper_parallel.platform.platform import (
 )
 
 if TYPE_CHECKING:
-    from hyper_parallel.backends.torch.machine import Accelerator, DiskSpeed
     from hyper_parallel.planner.shared_link import Rates
 
 __all__ = ["Finding", "Machine", "add_arguments", "examined", "findings", "run"]
 
-_PACKAGES = ("torch", "mindspore", "transformers", "trl", "peft", "lightning", "accelerate", "rich")
-_PLATFORMS = (HYPER_PARALLEL_PLATFORM_TORCH, HYPER_PARALLEL_PLATFORM_MINDSPORE)
+_PACKAGES = ("torch", "mindspore", "numpy", "transformers", "trl", "peft", "lightning", "accelerate", "rich")
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _SLOW_DISK_BYTES_PER_SECOND = 500 * 2**20
 
@@ -54,6 +54,7 @@ class Machine:
     python: str
     packages: dict[str, str]  # only those that are installed
     torch_problem: str = ""  # why torch cannot be used; empty: it can
+    mindspore_problem: str = ""  # why MindSpore cannot be used; empty: it can, or is not installed
     accelerators: tuple[Accelerator, ...] = ()
     memory_bytes: int
     available_bytes: int
@@ -89,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=tempfile.gettempdir(),
         help="the disk to measure; the temporary one by default",
     )
+    add_platform_argument(parser)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -118,15 +120,21 @@ def _shared_link() -> tuple[Rates | None, bool]:
 
 def _has_framework(machine: Machine) -> bool:
     """Whether the framework that is chosen can be used; where none is, whether any can."""
-    usable = [name for name in _PLATFORMS if name in machine.packages]
-    if machine.torch_problem:
-        usable = [name for name in usable if name != HYPER_PARALLEL_PLATFORM_TORCH]
+    usable = _usable(machine)
     return machine.chosen_platform in usable if machine.chosen_platform else bool(usable)
+
+
+def _usable(machine: Machine) -> list[str]:
+    problems = {
+        HYPER_PARALLEL_PLATFORM_TORCH: machine.torch_problem,
+        HYPER_PARALLEL_PLATFORM_MINDSPORE: machine.mindspore_problem,
+    }
+    return [name for name in FRAMEWORKS if name in machine.packages and not problems[name]]
 
 
 def examined(disk_path: str, advance: Callable[[str], None] = lambda text: None) -> Machine:
     """Look at everything, and measure it. ``advance`` is told what begins."""
-    chosen_platform = os.environ.get(HYPER_PARALLEL_PLATFORM, "").strip().lower()
+    chosen_platform = asked_framework()
     packages = {}
     for name in _PACKAGES:
         try:
@@ -134,24 +142,16 @@ def examined(disk_path: str, advance: Callable[[str], None] = lambda text: None)
         except importlib.metadata.PackageNotFoundError:
             continue
     facts: dict[str, Any] = {}
+    if chosen_platform != HYPER_PARALLEL_PLATFORM_MINDSPORE:
+        facts |= _torch_facts(advance)
+    if HYPER_PARALLEL_PLATFORM_MINDSPORE in packages and chosen_platform != HYPER_PARALLEL_PLATFORM_TORCH:
+        found = _mindspore_facts()
+        facts |= found | {"accelerators": (*facts.get("accelerators", ()), *found.get("accelerators", ()))}
+    facts["copy_bytes_per_second"] = memory_copy_bytes_per_second()
     try:
-        from hyper_parallel.backends.torch import machine
-    except (ImportError, OSError) as error:  # OSError: a library of the wheel is missing or of another machine
-        facts["torch_problem"] = f"{type(error).__name__}: {error}"
-    else:
-        if chosen_platform != "mindspore":
-            advance("loading the native recorder (where there is none it is built: about a minute)")
-            facts |= _recorder()
-        advance("looking at packages and devices")
-        try:
-            facts["accelerators"] = machine.accelerators()
-        except (RuntimeError, MemoryError) as error:
-            facts["torch_problem"] = f"a device is there and cannot be used: {error}"
-        facts["copy_bytes_per_second"] = machine.memory_copy_bytes_per_second()
-        try:
-            facts["disk"] = machine.disk_speed(disk_path)
-        except (HyperParallelError, OSError) as error:
-            facts["disk_problem"] = str(error)
+        facts["disk"] = disk_speed(disk_path)
+    except (HyperParallelError, OSError) as error:
+        facts["disk_problem"] = str(error)
     try:
         SwapConfig.from_environment()
     except ValueError as error:
@@ -169,6 +169,30 @@ def examined(disk_path: str, advance: Callable[[str], None] = lambda text: None)
         chosen_platform=chosen_platform,
         **facts,
     )
+
+
+def _torch_facts(advance: Callable[[str], None]) -> dict[str, Any]:
+    try:
+        from hyper_parallel.backends.torch import machine
+    except (ImportError, OSError) as error:  # OSError: a library of the wheel is missing or of another machine
+        return {"torch_problem": f"{type(error).__name__}: {error}"}
+    advance("loading the native recorder (where there is none it is built: about a minute)")
+    facts: dict[str, Any] = {**_recorder()}
+    advance("looking at packages and devices")
+    try:
+        facts["accelerators"] = machine.accelerators()
+    except (RuntimeError, MemoryError) as error:
+        facts["torch_problem"] = f"a device is there and cannot be used: {error}"
+    return facts
+
+
+def _mindspore_facts() -> dict[str, Any]:
+    try:
+        from hyper_parallel.backends.mindspore import machine
+
+        return {"accelerators": machine.accelerators()}
+    except (ImportError, OSError, RuntimeError) as error:
+        return {"mindspore_problem": f"{type(error).__name__}: {error}"}
 
 
 def _recorder() -> dict[str, str]:
@@ -198,16 +222,7 @@ def _machine_rows(machine: Machine) -> list[list[str]]:
         ["far memory by default", f"{show_bytes(machine.host_limit_bytes)} of RAM for each rank"],
     ]
     for number, device in enumerate(machine.accelerators):
-        rows += [
-            [
-                f"device {number}",
-                f"{device.name}, {show_bytes(device.memory_bytes)} ({show_bytes(device.free_bytes)} free)",
-            ],
-            ["  link out / back", f"{_rate(device.out_bytes_per_second)} / {_rate(device.in_bytes_per_second)}"],
-            *_shared_row(device, len(machine.accelerators)),
-            ["  one copy costs", f"{device.copy_seconds * 1e6:.0f} µs beside its bytes"],
-            ["  pinning 1 GiB takes", f"{device.pin_seconds_per_byte * 2**30:.2f} s, once"],
-        ]
+        rows += _device_rows(number, device, len(machine.accelerators))
     if not machine.accelerators:
         rows.append(["accelerators", "none"])
     if machine.shared_link is not None:
@@ -240,8 +255,29 @@ def _shared_row(device: Accelerator, count: int) -> list[list[str]]:
     return [[f"  with {count} devices copying", f"{_rate(out)} / {_rate(back)}"]] if out and back else []
 
 
+def _device_rows(number: int, device: Accelerator, count: int) -> list[list[str]]:
+    if not device.memory_bytes:
+        return [[f"device {number}", f"{device.name}; its memory and its links are not measured"]]
+    return [
+        [
+            f"device {number}",
+            f"{device.name}, {show_bytes(device.memory_bytes)} ({show_bytes(device.free_bytes)} free)",
+        ],
+        ["  link out / back", f"{_rate(device.out_bytes_per_second)} / {_rate(device.in_bytes_per_second)}"],
+        *_shared_row(device, count),
+        ["  one copy costs", f"{device.copy_seconds * 1e6:.0f} µs beside its bytes"],
+        ["  pinning 1 GiB takes", f"{device.pin_seconds_per_byte * 2**30:.2f} s, once"],
+    ]
+
+
 def findings(machine: Machine) -> list[Finding]:
     """What will and will not work, each with its reason."""
+    usable = _usable(machine)
+    is_mindspore = (
+        machine.chosen_platform == HYPER_PARALLEL_PLATFORM_MINDSPORE or HYPER_PARALLEL_PLATFORM_TORCH not in usable
+    )
+    if HYPER_PARALLEL_PLATFORM_MINDSPORE in usable and is_mindspore:
+        return [*_of_broken_torch(machine), *_of_mindspore(machine), *_of_settings(machine)]
     if machine.torch_problem:
         words = f"torch cannot be used here: {machine.torch_problem}. pip install torch"
         return [Finding(what="PyTorch", works="no", because=words), *_of_settings(machine)]
@@ -266,6 +302,40 @@ def findings(machine: Machine) -> list[Finding]:
         ),
     ]
     return [*_of_torch_release(machine), *found, *_of_allocator(machine), *_of_settings(machine)]
+
+
+def _of_broken_torch(machine: Machine) -> list[Finding]:
+    """Beside MindSpore torch need not be there; where it is and cannot be used, that is said."""
+    if HYPER_PARALLEL_PLATFORM_TORCH not in machine.packages or not machine.torch_problem:
+        return []
+    return [Finding(what="PyTorch", works="no", because=f"torch cannot be used here: {machine.torch_problem}")]
+
+
+def _of_mindspore(machine: Machine) -> list[Finding]:
+    """What works where MindSpore is in use."""
+    has_device = bool(machine.accelerators)
+    untested = "written against MindSpore's documentation: no Ascend has run it yet"
+    return [
+        Finding(what="recompute", works="yes", because="in PyNative mode; a layer's Python runs again in backward"),
+        Finding(
+            what="swap to pinned memory",
+            works="untested" if has_device else "no",
+            because=untested if has_device else "there is no accelerator; values are in host memory already",
+        ),
+        _of_disk(machine, has_device=has_device),
+        Finding(
+            what="planning a budget",
+            works="untested" if has_device else "no",
+            because=untested
+            if has_device
+            else "there is no device memory to plan; --simulate plans on the simulated accelerator",
+        ),
+        Finding(
+            what="graph mode and jit",
+            works="no",
+            because="a wrapped cell runs in PyNative mode only; a jitted cell inside a wrapper works",
+        ),
+    ]
 
 
 def _of_allocator(machine: Machine) -> list[Finding]:
@@ -322,18 +392,33 @@ def _of_disk(machine: Machine, *, has_device: bool) -> Finding:
     return Finding(what=what, works="yes", because=how)
 
 
+def _of_mindspore_package(machine: Machine) -> Finding:
+    what, version = "MindSpore", machine.packages["mindspore"]
+    if machine.mindspore_problem:
+        because = f"mindspore {version} cannot be used here: {machine.mindspore_problem}"
+        return Finding(what=what, works="no", because=because)
+    if _numbers(machine.packages.get("numpy", "1").split(".")[0]) >= (2,):
+        because = (
+            f"its wheels are made for numpy 1 and break beside numpy {machine.packages['numpy']}: pip install 'numpy<2'"
+        )
+        return Finding(what=what, works="no", because=because)
+    because = f"mindspore {version} is installed; see docs/mindspore.md for what differs"
+    return Finding(what=what, works="yes", because=because)
+
+
 def _of_settings(machine: Machine) -> list[Finding]:
     found = []
     has_mindspore = "mindspore" in machine.packages
     if has_mindspore:
-        words = f"mindspore {machine.packages['mindspore']} is installed; see docs/mindspore.md for what differs"
-        found.append(Finding(what="MindSpore", works="yes", because=words))
+        found.append(_of_mindspore_package(machine))
     if has_mindspore and "torch" in machine.packages and not machine.chosen_platform:
-        words = "both frameworks are installed; say which with HYPER_PARALLEL_PLATFORM=torch or =mindspore"
+        words = (
+            "both frameworks are installed; say which with --platform, or HYPER_PARALLEL_PLATFORM=torch or =mindspore"
+        )
         found.append(Finding(what="choosing a framework", works="no", because=words))
     chosen = machine.chosen_platform
-    if chosen and chosen not in _PLATFORMS:
-        known = " or ".join(_PLATFORMS)
+    if chosen and chosen not in FRAMEWORKS:
+        known = " or ".join(FRAMEWORKS)
         words = f"{HYPER_PARALLEL_PLATFORM}={chosen} names no framework; set it to {known}, or unset it"
         found.append(Finding(what="choosing a framework", works="no", because=words))
     elif chosen and chosen not in machine.packages:

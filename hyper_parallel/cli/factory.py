@@ -11,22 +11,36 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hyper_parallel.cli.failures import CommandError, UsageError, did_you_mean
+from hyper_parallel.cli.framework import add_platform_argument, use_model
 from hyper_parallel.config import current_config
 from hyper_parallel.errors import HyperParallelError
 
-__all__ = ["add_model_arguments", "built_model", "positive", "require_writable", "simulated_where_asked"]
+__all__ = [
+    "add_factory_argument",
+    "add_model_arguments",
+    "built_model",
+    "positive",
+    "require_writable",
+    "simulated_where_asked",
+]
 
 _OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError")  # measuring knows what to do with these
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
-    """``MODULE:FACTORY`` and what goes with it."""
+def add_factory_argument(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
+    """``MODULE:FACTORY``, and which framework it is of."""
     parser.add_argument(
         "factory",
         metavar="MODULE:FACTORY",
         nargs="?" if is_optional else None,
         help="a function without arguments that returns (model, step); step() runs one forward and backward",
     )
+    add_platform_argument(parser)
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, *, is_optional: bool = False) -> None:
+    """``MODULE:FACTORY`` and what goes with it."""
+    add_factory_argument(parser, is_optional=is_optional)
     parser.add_argument(
         "--blocks", action="append", metavar="PATTERN", help="modules to treat as blocks: 'model.layers.*'"
     )
@@ -60,7 +74,7 @@ def require_writable(*paths: str | None) -> None:
 
 
 def built_model(name: str) -> tuple[Any, Callable[[], Any]]:
-    """The model and the step that ``MODULE:FACTORY`` names."""
+    """The model and the step that ``MODULE:FACTORY`` names; from here on its framework is the one in use."""
     path, _, attribute = name.partition(":")
     if not path or not attribute:
         raise UsageError(
@@ -99,6 +113,7 @@ def built_model(name: str) -> tuple[Any, Callable[[], Any]]:
             f"{name}() must return (model, step), where step() runs one forward and backward; got {type(made).__name__}"
         )
     model, step = made
+    use_model(name, model)
     return model, _named_step(name, step)
 
 

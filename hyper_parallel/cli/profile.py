@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from hyper_parallel.backends.step_observation.framework import observed_framework
 from hyper_parallel.cli.console import Console
 from hyper_parallel.cli.factory import add_model_arguments, built_model, require_writable, simulated_where_asked
 from hyper_parallel.cli.failures import CommandError
@@ -43,9 +44,8 @@ def measured_profile(args: argparse.Namespace, console: Console) -> Profile:
 
 def _require_device(model: Any) -> None:
     """Name the option that a model on the CPU needs before anything is run."""
-    parameters = getattr(model, "parameters", None)
-    devices = {one.device.type for one in parameters()} if callable(parameters) else set()
-    if devices == {"cpu"}:
+    framework = observed_framework()
+    if framework.meter(framework.require_model(model, "profile")) is None:
         raise CommandError(
             "the model is on the CPU, where there is no device memory to plan; add --simulate to count its bytes on the "
             "simulated accelerator, or have the factory move it to an accelerator"

@@ -13,7 +13,7 @@ import argparse
 import dataclasses
 
 from hyper_parallel.cli.console import Console
-from hyper_parallel.cli.factory import built_model, positive
+from hyper_parallel.cli.factory import add_factory_argument, built_model, positive
 from hyper_parallel.planner.backend import planner_backend
 
 __all__ = ["add_arguments", "run"]
@@ -21,19 +21,14 @@ __all__ = ["add_arguments", "run"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own arguments."""
-    parser.add_argument(
-        "factory",
-        metavar="MODULE:FACTORY",
-        help="a function without arguments that returns (model, step); step() runs one forward and backward",
-    )
+    add_factory_argument(parser)
     parser.add_argument("--rows", type=positive, default=20, metavar="N", help="how many are shown (default 20)")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """The command."""
-    backend = planner_backend("saved", torch_only="MindSpore does not say which module and line an op was called from")
     model, step = built_model(args.factory)
-    table = backend.list_saved(model, step)
+    table = planner_backend().list_saved(model, step)
     console.data({**dataclasses.asdict(table), "total_bytes": table.total_bytes, "total_count": table.total_count})
     heads, *rows = table.cells(args.rows)
     console.table(f"Saved by {args.factory}", heads, rows, words=(2, 3, 4))

@@ -13,8 +13,6 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
-from hyper_parallel.errors import UnsupportedMemberError
-
 if TYPE_CHECKING:
     from typing import Self  # not in 3.10
 
@@ -28,7 +26,16 @@ if TYPE_CHECKING:
     from hyper_parallel.planner.step_identity import StepIdentity
     from hyper_parallel.records.step_measure import StepMeasure
 
-__all__ = ["Applied", "AppliedPlan", "AppliedRules", "Model", "PlannerBackend", "Step", "planner_backend"]
+__all__ = [
+    "Applied",
+    "AppliedPlan",
+    "AppliedRules",
+    "Model",
+    "PlannerBackend",
+    "Step",
+    "framework_in_use",
+    "planner_backend",
+]
 
 Model: TypeAlias = Any  # torch.nn.Module | mindspore.nn.Cell
 Step: TypeAlias = Callable[[], Any]  # one forward and backward
@@ -142,16 +149,13 @@ class PlannerBackend(Protocol):
         """The ranks that must agree; None for one process."""
 
 
-def planner_backend(member: str = "planner", *, torch_only: str = "") -> PlannerBackend:
-    """The planner's adapter of the platform in use. ``torch_only``: why MindSpore does not serve ``member``; empty: it does."""
+def framework_in_use() -> str:
+    """``torch`` or ``mindspore``: the framework of the platform in use."""
     from hyper_parallel.platform.platform import PlatformType, get_platform
 
-    framework = "torch" if get_platform().platform_type is PlatformType.PYTORCH else "mindspore"
-    if torch_only and framework == "mindspore":
-        raise UnsupportedMemberError(
-            member=member,
-            platform="MindSporePlatform",
-            reason=torch_only,
-            instead="set HYPER_PARALLEL_PLATFORM=torch to use torch, where both frameworks are installed",
-        )
-    return cast(PlannerBackend, importlib.import_module(f"hyper_parallel.backends.{framework}.planner"))
+    return "torch" if get_platform().platform_type is PlatformType.PYTORCH else "mindspore"
+
+
+def planner_backend() -> PlannerBackend:
+    """The planner's adapter of the platform in use."""
+    return cast(PlannerBackend, importlib.import_module(f"hyper_parallel.backends.{framework_in_use()}.planner"))

@@ -39,7 +39,7 @@ class SavedTable(Sequence[SavedRow]):
 
     rows: tuple[SavedRow, ...]
     weight_count: int
-    """Values that were parameters or buffers of the model, or copies of parameters in another dtype."""
+    """Values that were parameters or buffers of the model, or (on torch) copies of parameters in another dtype."""
     weight_bytes: int
     """Their storages: held with and without a backward, so they are in no row."""
     unknown_count: int = 0
@@ -122,11 +122,9 @@ def print_saved(model: Model, step: Step, *, most_rows: int = _SHOWN_ROWS) -> Sa
 
     Raises:
         PlanError: the step saves nothing, or changes what cannot be put back.
-        UnsupportedMemberError: on MindSpore.
     """
     if isinstance(most_rows, bool) or not isinstance(most_rows, int) or most_rows < 1:
         raise ValueError(f"print_saved: most_rows must be a whole number of 1 or more, got {most_rows!r}")
-    reason = "MindSpore does not say which line of Python an op was called from, or which module, when it saves a value"
-    table = planner_backend("print_saved", torch_only=reason).list_saved(model, step)
+    table = planner_backend().list_saved(model, step)
     print(table.summary(most_rows))
     return table

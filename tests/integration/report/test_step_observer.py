@@ -11,8 +11,10 @@ from torch import nn
 
 import hyper_parallel as hp
 from hyper_parallel import CheckpointPolicy
+from hyper_parallel.backends.step_observation.step_observer import StepObserver, find_observed_blocks
+from hyper_parallel.backends.step_observation.ways import WAYS, in_one_way
 from hyper_parallel.backends.torch import native
-from hyper_parallel.backends.torch.step_observation import WAYS, StepObserver, find_observed_blocks, in_one_way
+from hyper_parallel.backends.torch.observed_framework import FRAMEWORK
 from hyper_parallel.config import configure
 from hyper_parallel.fates import Fate
 from hyper_parallel.planner.fit import profile_memory
@@ -53,9 +55,11 @@ def recorded(way: str, **base: int) -> tuple[StepRecord, Model]:
     def step() -> None:
         model(x).sum().backward()
 
-    blocks = find_observed_blocks(model)
-    with in_one_way(model, blocks, way):
-        record = StepObserver(model, step, blocks, base=base).observe(way, what=WAYS[way].what, warmup=1, steps=2)
+    blocks = find_observed_blocks(FRAMEWORK, model)
+    with in_one_way(FRAMEWORK, model, blocks, way):
+        record = StepObserver(FRAMEWORK, model, step, blocks, base=base).observe(
+            way, what=WAYS[way].what, warmup=1, steps=2
+        )
     return record, model
 
 
@@ -98,10 +102,12 @@ def test_a_replay_of_a_region_with_a_policy_is_seen_as_one(policy: Any) -> None:
     """A list of op names runs from a tape where there is a recorder. A function runs Python again."""
     model, x = Model(), torch.randn(ROWS, WIDTH)
     with simulated_accelerator(timing="eager"):
-        blocks = find_observed_blocks(model)
+        blocks = find_observed_blocks(FRAMEWORK, model)
         for at in range(LAYERS):
             model.layers[at] = hp.checkpoint_wrapper(model.layers[at], policy_fn=policy)
-        record = StepObserver(model, lambda: model(x).sum().backward(), blocks).observe("policy", warmup=0, steps=1)
+        record = StepObserver(FRAMEWORK, model, lambda: model(x).sum().backward(), blocks).observe(
+            "policy", warmup=0, steps=1
+        )
     assert names(record, Track.FORWARD) == FORWARDS
     assert names(record, Track.REPLAY) == FORWARDS[::-1]
     is_recorded = native.load() is not None
@@ -133,7 +139,9 @@ def test_the_replay_of_a_region_that_is_no_module_has_the_name_of_its_function()
         hp.checkpoint(run_layers, x).sum().backward()
 
     with simulated_accelerator(timing="eager"):
-        record = StepObserver(model, step, find_observed_blocks(model)).observe("function", warmup=0, steps=1)
+        record = StepObserver(FRAMEWORK, model, step, find_observed_blocks(FRAMEWORK, model)).observe(
+            "function", warmup=0, steps=1
+        )
     of_python = ["layers.0", "layers.1"]  # the modules that run again
     of_tape = [run_layers.__qualname__]
     assert names(record, Track.REPLAY) == (of_python if native.load() is None else of_tape)

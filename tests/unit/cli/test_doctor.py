@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hyper_parallel._version import TESTED_TORCH
+from hyper_parallel.backends.machine import Accelerator, DiskSpeed, disk_speed
 from hyper_parallel.backends.torch import native
-from hyper_parallel.backends.torch.machine import Accelerator, DiskSpeed, disk_speed
 from hyper_parallel.backends.torch.planner.links import LinkProbe, rates_of_devices
 from hyper_parallel.cli import doctor
 from hyper_parallel.cli.command_line import main
@@ -94,6 +94,57 @@ def test_without_torch_only_that_is_said() -> None:
     (first, *rest) = findings(dataclasses.replace(HOST, torch_problem="ImportError: no torch"))
     assert (first.what, first.works) == ("PyTorch", "no")
     assert rest == []
+
+
+ALONE = dataclasses.replace(
+    HOST, packages={"mindspore": "2.10.0", "numpy": "1.26.4"}, torch_problem="no torch", recorder=""
+)
+
+
+def test_mindspore_alone_is_a_machine_that_works() -> None:
+    assert verdicts(ALONE) == {
+        "recompute": "yes",
+        "swap to pinned memory": "no",
+        "swap to disk": "yes",
+        "planning a budget": "no",
+        "graph mode and jit": "no",
+        "MindSpore": "yes",
+    }
+    assert not any("torch" in finding.because for finding in findings(ALONE))
+
+
+def test_a_torch_that_is_broken_is_said_beside_mindspore() -> None:
+    broken = dataclasses.replace(ALONE, packages={**ALONE.packages, "torch": "2.13.0"}, torch_problem="libfoo.so")
+    assert verdicts(broken)["PyTorch"] == "no"
+    assert verdicts(broken)["graph mode and jit"] == "no"
+    assert "libfoo.so" in findings(broken)[0].because
+
+
+def test_a_mindspore_that_is_broken_is_said() -> None:
+    broken = dataclasses.replace(ALONE, mindspore_problem="ImportError: libfoo.so")
+    assert verdicts(broken) == {"PyTorch": "no", "MindSpore": "no"}
+    assert doctor._usable(broken) == []
+    assert doctor._usable(ALONE) == ["mindspore"]
+
+
+def test_numpy_2_beside_mindspore_is_named() -> None:
+    machine = dataclasses.replace(ALONE, packages={"mindspore": "2.10.0", "numpy": "2.1.0"})
+    (found,) = [finding for finding in findings(machine) if finding.what == "MindSpore"]
+    assert found.works == "no"
+    assert "pip install 'numpy<2'" in found.because
+
+
+def test_an_ascend_is_untested_and_its_memory_is_not_known() -> None:
+    machine = dataclasses.replace(ALONE, accelerators=(Accelerator(name="Ascend"),))
+    assert verdicts(machine)["planning a budget"] == verdicts(machine)["swap to pinned memory"] == "untested"
+    assert ["device 0", "Ascend; its memory and its links are not measured"] in doctor._machine_rows(machine)
+
+
+def test_the_framework_that_is_chosen_is_the_one_that_is_spoken_of() -> None:
+    both = dataclasses.replace(HOST, packages={"torch": "2.13.0", "mindspore": "2.10.0"})
+    assert "graph mode and jit" not in verdicts(both)
+    assert "graph mode and jit" in verdicts(dataclasses.replace(both, chosen_platform="mindspore"))
+    assert "recompute from a tape" in verdicts(dataclasses.replace(both, chosen_platform="torch"))
 
 
 @pytest.mark.parametrize(

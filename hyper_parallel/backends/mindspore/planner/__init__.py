@@ -5,6 +5,7 @@ from hyper_parallel.backends.mindspore.planner.meters import device_memory, worl
 from hyper_parallel.backends.mindspore.planner.plan_regions import AppliedPlan, apply_plan
 from hyper_parallel.backends.mindspore.planner.profiling import profile_memory
 from hyper_parallel.backends.mindspore.planner.rule_regions import AppliedRules, apply_rules
+from hyper_parallel.backends.mindspore.planner.saved_values import list_saved
 from hyper_parallel.backends.mindspore.planner.survey import list_ops
 from hyper_parallel.backends.mindspore.planner.trial_guard import guarded
 
@@ -18,6 +19,7 @@ __all__ = [
     "identify_step",
     "link_probe",
     "list_ops",
+    "list_saved",
     "measure_step",
     "profile_memory",
     "world",

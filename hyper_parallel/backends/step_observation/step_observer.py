@@ -15,13 +15,12 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
-import torch
-
 from hyper_parallel._version import __version__
-from hyper_parallel.backends.torch.planner.blocks import BlockRef, device_of, find_blocks, require_module
-from hyper_parallel.backends.torch.planner.meters import meter_for
-from hyper_parallel.backends.torch.step_observation.host_memory import PERIOD_S, HostMeter, HostSampler
-from hyper_parallel.backends.torch.step_observation.module_watch import ModuleWatch
+from hyper_parallel.backends.planning.blocks import find_blocks
+from hyper_parallel.backends.planning.module_tree import BlockRef, Module
+from hyper_parallel.backends.step_observation.framework import ObservedFramework
+from hyper_parallel.backends.step_observation.host_memory import PERIOD_S, HostMeter, HostSampler
+from hyper_parallel.backends.step_observation.module_watch import ModuleWatch
 from hyper_parallel.core.activation_checkpoint.far.disk_workers import DiskCompletion
 from hyper_parallel.core.activation_checkpoint.record import Record
 from hyper_parallel.core.activation_checkpoint.statistics import SwapStats
@@ -35,26 +34,22 @@ from hyper_parallel.records.work_span import Track, WorkSpan
 __all__ = ["StepObserver", "find_observed_blocks", "versions_of"]
 
 _MOST_POINTS: Final = 1500  # of a drawn curve; more than any screen has
-_REST: Final = "activations and workspace"
 
 
-def find_observed_blocks(model: Any, patterns: str | Sequence[str] | None = None) -> list[BlockRef]:
+def find_observed_blocks(
+    framework: ObservedFramework, model: Any, patterns: str | Sequence[str] | None = None
+) -> list[BlockRef]:
     """The blocks of a model to which nothing was applied yet."""
-    return find_blocks(require_module(model, "record"), patterns, who="record")
+    return find_blocks(framework.tree, framework.require_model(model, "record"), patterns, who="record")
 
 
-def _meter_of(model: Any) -> Any:
-    device = device_of(model, "record")
-    is_simulated = SwapManager().backends.get(("torch simulated", device.type)) is not None
-    return HostMeter() if device.type == "cpu" and not is_simulated else meter_for(device, who="record")
-
-
-def versions_of(model: Any) -> Versions:
+def versions_of(framework: ObservedFramework, model: Module) -> Versions:
     """Where and with what a model runs."""
+    meter = framework.meter(model) or HostMeter()
     return Versions(
-        framework="torch",
-        framework_version=torch.__version__,
-        device=_meter_of(model).device_name,
+        framework=framework.name,
+        framework_version=framework.version,
+        device=meter.device_name,
         library_version=__version__,
         python_version=platform.python_version(),
     )
@@ -67,13 +62,20 @@ class StepObserver:
     """
 
     def __init__(
-        self, model: Any, step: Callable[[], Any], blocks: Sequence[BlockRef], *, base: dict[str, int] | None = None
+        self,
+        framework: ObservedFramework,
+        model: Module,
+        step: Callable[[], Any],
+        blocks: Sequence[BlockRef],
+        *,
+        base: dict[str, int] | None = None,
     ) -> None:
+        self._framework = framework
         self._model = model
         self._step = step
         self._blocks = blocks
         self._base = base or {}
-        self._meter = _meter_of(model)
+        self._meter: Any = framework.meter(model) or HostMeter()
         self._is_host = isinstance(self._meter, HostMeter)
 
     @property
@@ -97,7 +99,7 @@ class StepObserver:
         self._meter.wait()
         peak = self._meter.peak_bytes()
         counted = SwapManager().stats()
-        watched = _WatchedStep(self._meter, self._blocks, is_host=self._is_host)
+        watched = _WatchedStep(self._framework, self._meter, self._blocks, is_host=self._is_host)
         with watched.running():
             result = self._step()
         if after is not None:
@@ -125,10 +127,10 @@ class StepObserver:
             notes=self._notes(),
         )
 
-    def time_one(self) -> float:
+    def time_one(self, *, after: Callable[[Any], None] | None = None) -> float:
         """The seconds of one step, after one that warms up: one round of several ways that take turns."""
         self._run(None)
-        return self._timed(None)
+        return self._timed(after)
 
     def _run(self, after: Callable[[Any], None] | None) -> None:
         result = self._step()
@@ -146,11 +148,8 @@ class StepObserver:
         return float(self._meter.seconds(start, end))
 
     def _parts(self, peak: int) -> dict[str, int]:
-        parameters = list(self._model.parameters())
-        parts = dict(self._base)
-        parts["weights"] = _bytes_of(parameters)
-        parts["gradients"] = _bytes_of(p.grad for p in parameters if p.grad is not None)
-        parts[_REST] = max(0, peak - sum(parts.values()))
+        parts = self._base | self._framework.peak_parts(self._model, is_simulated=self._meter.is_simulated)
+        parts[self._framework.rest] = max(0, peak - sum(parts.values()))
         return parts
 
     def _notes(self) -> tuple[str, ...]:
@@ -164,7 +163,10 @@ class StepObserver:
 class _WatchedStep:
     """One step that runs while modules, copies and memory are recorded."""
 
-    def __init__(self, meter: Any, blocks: Sequence[BlockRef], *, is_host: bool) -> None:  # meter: planner's Meter
+    def __init__(  # meter: planning's Meter
+        self, framework: ObservedFramework, meter: Any, blocks: Sequence[BlockRef], *, is_host: bool
+    ) -> None:
+        self._framework = framework
         self._meter = meter
         self._blocks = blocks
         self._is_host = is_host
@@ -180,7 +182,7 @@ class _WatchedStep:
         manager = SwapManager()
         outer, self._watch = (
             manager.counters.trace,
-            ModuleWatch(self._blocks, self._meter, reads_memory=not self._is_host),
+            ModuleWatch(self._framework, self._blocks, self._meter, reads_memory=not self._is_host),
         )
         try:
             with contextlib.ExitStack() as stack:
@@ -285,11 +287,6 @@ def _where(memory: MemoryCurve, spans: Sequence[WorkSpan]) -> str:
     if backward and at < min(backward):
         return "start, before the first block" if forward and at < min(forward) else "head and loss"
     return "end, after the last block's backward" if backward else ""
-
-
-def _bytes_of(tensors: Any) -> int:
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
 
 
 def _fates(before: SwapStats, after: SwapStats, steps: int) -> tuple[FateTotal, ...]:
