@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 from hyper_parallel.core.trees import tree_map
+from hyper_parallel.platform import platform as platforms
 
 if TYPE_CHECKING:
     from hyper_parallel.config import SwapConfig
@@ -419,9 +420,8 @@ def instances_in(kind: type, values: Iterable[Any]) -> list[Any]:
 
 def current_backend() -> Any:  # the module hyper_parallel.backends.<framework>
     """The backend package of the platform in use."""
-    from hyper_parallel.platform.platform import PlatformType, get_platform
-
-    framework = "torch" if get_platform().platform_type is PlatformType.PYTORCH else "mindspore"
+    is_torch = platforms.get_platform().platform_type is platforms.PlatformType.PYTORCH
+    framework = "torch" if is_torch else "mindspore"
     name = f"hyper_parallel.backends.{framework}"
     # torch.compile traces this look-up, continues in the backend's function, and is told there to stop.
     if name in sys.modules:
