@@ -24,8 +24,8 @@ from collections.abc import Callable, Hashable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
+import hyper_parallel.platform.platform as platforms
 from hyper_parallel.core.trees import tree_map
-from hyper_parallel.platform import platform as platforms
 
 if TYPE_CHECKING:
     from hyper_parallel.config import SwapConfig
