@@ -19,6 +19,7 @@ from hyper_parallel.core.activation_checkpoint.packed import Scope, raise_change
 from hyper_parallel.core.activation_checkpoint.record import Position
 from hyper_parallel.core.activation_checkpoint.source import Source
 from hyper_parallel.core.activation_checkpoint.statistics import KeepReason
+from hyper_parallel.core.activation_checkpoint.wrapper import ModuleWrapper
 
 __all__ = ["TENSORS", "TorchTensorAdapter", "fastest_adapter"]
 
@@ -193,8 +194,8 @@ class TorchTensorAdapter(TensorAdapter):
         """See the base class."""
         if not isinstance(value, torch.nn.Module):
             return None
-        is_wrapper = hasattr(type(value), "wrapped_module")  # asked of the class, which answers faster than a module
-        return type(value.wrapped_module if is_wrapper else value).__name__
+        # Not `hasattr`: a module takes long to say that it has no such attribute.
+        return type(value.wrapped_module if isinstance(value, ModuleWrapper) else value).__name__
 
     def device_peak_bytes(self) -> int | None:
         """See the base class."""

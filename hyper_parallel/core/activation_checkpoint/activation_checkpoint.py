@@ -10,6 +10,7 @@ import enum
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hyper_parallel.core.activation_checkpoint import adapter, setting_checks
 from hyper_parallel.platform.eager import run_eagerly
 
 if TYPE_CHECKING:
@@ -120,13 +121,9 @@ def swap_tensor_wrapper(tree: Tree, tag: str | None = None) -> Tree:
 
 def _check(who: str, function: Any, swap_config: Any, kwargs: dict[str, Any]) -> None:
     """Refuse a mistyped setting before it is taken for a keyword of the function."""
-    from hyper_parallel.core.activation_checkpoint.setting_checks import check_call_keywords, check_swap_config
-
-    check_swap_config(who, swap_config)
-    check_call_keywords(who, function, kwargs)
+    setting_checks.check_swap_config(who, swap_config)
+    setting_checks.check_call_keywords(who, function, kwargs)
 
 
 def _backend() -> Any:  # the module hyper_parallel.backends.<framework>
-    from hyper_parallel.core.activation_checkpoint.adapter import current_backend
-
-    return current_backend()
+    return adapter.current_backend()

@@ -24,6 +24,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
+import hyper_parallel.platform.platform as platforms
 from hyper_parallel.core.activation_checkpoint.source import Source
 from hyper_parallel.core.activation_checkpoint.statistics import KeepReason
 from hyper_parallel.core.trees import tree_map
@@ -454,9 +455,8 @@ def instances_in(kind: type, values: Iterable[Any]) -> list[Any]:
 
 def current_backend() -> Any:  # the module hyper_parallel.backends.<framework>
     """The backend package of the platform in use."""
-    from hyper_parallel.platform.platform import PlatformType, get_platform
-
-    framework = "torch" if get_platform().platform_type is PlatformType.PYTORCH else "mindspore"
+    is_torch = platforms.get_platform().platform_type is platforms.PlatformType.PYTORCH
+    framework = "torch" if is_torch else "mindspore"
     name = f"hyper_parallel.backends.{framework}"
     # torch.compile traces this look-up, continues in the backend's function, and is told there to stop.
     if name in sys.modules:
