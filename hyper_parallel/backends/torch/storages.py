@@ -219,6 +219,10 @@ class TorchSource(Source):
 
     __slots__ = ()
 
+    def is_of(self, device_bytes: FlatBytes) -> bool:
+        """Whether these bytes are the storage that was saved."""
+        return bool(device_bytes.untyped_storage()._cdata == self.storage_key)
+
     def share_counter(self, view: torch.Tensor) -> torch.Tensor:
         """The same bytes as ``view``, with the version counter of the saved tensor."""
         return with_counter_of(self.token, view)  # type: ignore[arg-type]  # a tensor here

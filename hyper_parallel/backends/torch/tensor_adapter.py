@@ -141,17 +141,18 @@ class TorchTensorAdapter(TensorAdapter):
         gradient, ``AccumulateGrad`` would take it over, and every later change of ``.grad`` would change the saved bytes.
         """
         views: dict[Any, tuple[torch.Tensor, int]] = device_bytes.__dict__.setdefault("handed_out", {})
+        counts_with_source = counts_changes and source.is_of(device_bytes)  # type: ignore[attr-defined]  # of torch's sources
         if views:
             for known, version in tuple(views.values()):  # another thread may add to them
                 if known._version != version:
                     raise_changed(scope, shape=known.shape, dtype=known.dtype, version=version, now=known._version)
-            found = views.get((source, counts_changes))
+            found = views.get((source, counts_with_source))
             if found is not None:
                 return found[0]
         made: torch.Tensor = source.over(device_bytes)
-        if counts_changes:
+        if counts_with_source:
             made = source.share_counter(made)  # type: ignore[attr-defined]  # of a TorchSource, or of the native class
-        views[source, counts_changes] = made, made._version
+        views[source, counts_with_source] = made, made._version
         return made
 
     def current_task(self, position: Position) -> graph.GraphTask | None:

@@ -355,8 +355,8 @@ class TensorAdapter(abc.ABC):
     ) -> Tensor:
         """The view that backward gets. A framework may have to hold what it hands out, and check it.
 
-        A backward that is recorded itself saves this view. With ``counts_changes`` the bytes are still those of the source, and
-        the view must count the changes of the source.
+        A backward that is recorded itself saves this view. Where its bytes are still those of the source, the view must count
+        the changes of the source, unless they are no fault (not ``counts_changes``).
         """
         return source.over(device_bytes)
 

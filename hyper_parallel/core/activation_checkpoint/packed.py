@@ -102,8 +102,7 @@ class SwappedValue:
             self._raise_changed()
         tensors = scope.tensors
         device_bytes = record.engine.fetch(record, tensors.current_task(record.position))
-        # Bytes that were never loaded are the source's own.
-        return tensors.view_for_backward(source, device_bytes, scope, counts_changes=record.back is None)
+        return tensors.view_for_backward(source, device_bytes, scope, counts_changes=True)
 
     def unpack_value(self, *, checks_version: bool) -> Tensor:
         """The same for a value that the framework would recompute: a later change of the source is no fault.

@@ -415,7 +415,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Edit(
                 f"{TORCH}.tensor_adapter:TorchTensorAdapter.view_for_backward",
-                "views[source, counts_changes] = made, made._version",
+                "views[source, counts_with_source] = made, made._version",
                 "pass",
             ),
         ),
@@ -427,7 +427,7 @@ MUTANTS: tuple[Mutant, ...] = (
         (
             Edit(
                 f"{TORCH}.tensor_adapter:TorchTensorAdapter.view_for_backward",
-                "if counts_changes:",
+                "if counts_with_source:",
                 "if False:",
             ),
         ),

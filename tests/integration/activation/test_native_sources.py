@@ -163,6 +163,7 @@ def test_a_source_is_pythons_and_makes_the_same_view(extension: Any, name: str) 
     assert (ours.is_alive(), ours.is_unchanged()) == (True, True)
     flat = tensors.flat_bytes(tensor)
     assert torch.equal(flat, flat_bytes(tensor))
+    assert [(ours.is_of(one), theirs.is_of(one)) for one in (flat, flat.clone())] == [(True, True), (False, False)]
     for bytes_of_view in (flat, flat.clone()):
         view, wanted = ours.over(bytes_of_view), theirs.over(bytes_of_view)
         assert view.untyped_storage()._cdata == bytes_of_view.untyped_storage()._cdata
@@ -209,6 +210,13 @@ def test_a_storage_that_became_too_small_is_refused(extension: Any) -> None:
     source = fastest_adapter().source_of(tensor, False)
     with pytest.raises(RuntimeError, match="needs 96 bytes and the storage has 8"):
         source.over(torch.empty(8, dtype=torch.uint8))
+
+
+def test_what_is_no_tensor_is_refused(extension: Any) -> None:
+    source = fastest_adapter().source_of(grid(), False)
+    for call in (source.over, source.is_of, source.share_counter):
+        with pytest.raises(TypeError, match="expected a"):
+            call(b"bytes")
 
 
 def test_copies_and_buffers_of_a_batch_are_seen_by_no_mode(extension: Any) -> None:

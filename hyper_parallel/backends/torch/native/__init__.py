@@ -1,5 +1,7 @@
 """The native recorder: a C++ extension that is built once for each torch and Python, and loaded from a cache.
 
+It records tapes, and it answers what the swap engine asks of each saved tensor (``sources.h``, ``copies.h``, ``graph_walk.h``).
+
 Everything works without it. ``load()`` answers None where it is switched off or cannot be built, and ``why_not()`` says why.
 ``HYPER_PARALLEL_NATIVE=0`` switches it off, ``HYPER_PARALLEL_NATIVE_CACHE`` names another folder for what is built.
 """

@@ -152,6 +152,7 @@ struct Source {
   size_t needed_bytes;
   long long version;
   bool is_wrapped_number;
+  const void* address;
   PyObject* storage_key;
   PyObject* share_key;
 };
@@ -189,6 +190,7 @@ inline Source* new_source(const at::Tensor& tensor) {
       impl.sizes(), impl.strides(), impl.itemsize(), static_cast<size_t>(impl.storage_offset()));
   source->version = source->counter.current_version();
   source->is_wrapped_number = impl.is_wrapped_number();
+  source->address = storage.unsafeGetStorageImpl();
   source->storage_key = PyLong_FromVoidPtr(storage.unsafeGetStorageImpl());
   source->share_key = source->storage_key == nullptr ? nullptr : share_key_of(tensor, source->storage_key);
   if (HP_FAULT("storage_watch")) source->storage.reset();
@@ -221,9 +223,19 @@ inline PyObject* source_is_alive(PyObject* self, PyObject*) {
   return PyBool_FromLong(!reinterpret_cast<Source*>(self)->storage.expired() || HP_FAULT("storage_watch"));
 }
 
+// Whether these bytes are the storage that was saved.
+inline PyObject* source_is_of(PyObject* self, PyObject* flat) {
+  HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(THPVariable_Check(flat), "hyper_parallel: expected a tensor of bytes");
+  const auto* storage = THPVariable_Unpack(flat).unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  return PyBool_FromLong(storage == reinterpret_cast<Source*>(self)->address);
+  END_HANDLE_TH_ERRORS
+}
+
 // The same size, strides, offset and dtype over other bytes, with a version counter of its own.
 inline PyObject* source_over(PyObject* self, PyObject* flat) {
   HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(THPVariable_Check(flat), "hyper_parallel: expected a tensor of bytes");
   const auto* source = reinterpret_cast<Source*>(self);
   const auto& bytes = *THPVariable_Unpack(flat).unsafeGetTensorImpl();
   const c10::Storage& storage = bytes.unsafe_storage();
@@ -241,6 +253,7 @@ inline PyObject* source_over(PyObject* self, PyObject* flat) {
 // Let a view that was just made count its changes with the source.
 inline PyObject* source_share_counter(PyObject* self, PyObject* view) {
   HANDLE_TH_ERRORS
+  TORCH_CHECK_TYPE(THPVariable_Check(view), "hyper_parallel: expected a view");
   if (HP_FAULT("source_counter")) return Py_NewRef(view);
   THPVariable_Unpack(view).unsafeGetTensorImpl()->set_version_counter(reinterpret_cast<Source*>(self)->counter);
   return Py_NewRef(view);
@@ -274,6 +287,7 @@ inline PyObject* source_share_key(PyObject* self, void*) {
 inline PyMethodDef source_methods[] = {
     {"is_unchanged", source_is_unchanged, METH_NOARGS, "Whether no change in place was counted since the save."},
     {"is_alive", source_is_alive, METH_NOARGS, "Whether the storage is still alive."},
+    {"is_of", source_is_of, METH_O, "Whether these bytes are the storage that was saved."},
     {"over", source_over, METH_O, "The saved view over these bytes."},
     {"share_counter", source_share_counter, METH_O, "Let a new view count its changes with the source."},
     {nullptr, nullptr, 0, nullptr}};
