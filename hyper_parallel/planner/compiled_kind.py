@@ -1,6 +1,6 @@
 """A compiled block's kind: ops that were observed uncompiled, fitted to what was measured of the block's graphs.
 
-A compiler fuses element-wise ops. They take less time than by themselves, most of their outputs never exist, and its graph keeps
+A compiler fuses element-wise ops. They take less time than alone, most of their outputs never exist, and its graph keeps
 other values than autograd would. Matmuls, attention and convolutions are kernels of their own in a graph too: what time they
 leave of the measured forward is what the other ops take together. The same holds for what is recomputed in backward, of which the
 graph that recomputes everything is measured.
@@ -76,7 +76,7 @@ def _with_seconds(kind: BlockKind, measured: MeasuredGraphs) -> BlockKind:
 
 
 def _shared_out(ops: Sequence[OpProfile], seconds: Sequence[float], among: Sequence[int], total: float) -> list[float]:
-    """The seconds of these ops, so that they add up to ``total``; no op takes more than by itself."""
+    """The seconds of these ops, so that they add up to ``total``; no op takes more than alone."""
     own = sum(seconds[at] for at in among if _is_kernel(ops[at]))
     fused = sum(seconds[at] for at in among if not _is_kernel(ops[at]))
     of_kernels = min(1.0, total / own) if own else 1.0
@@ -92,7 +92,7 @@ def _is_kernel(op: OpProfile) -> bool:
 
 
 def _saved_ops(kind: BlockKind, storages: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    """The ops whose outputs these storages are, judged by their sizes; and the bytes of all that belongs to none."""
+    """The ops whose outputs these storages are, found by their sizes; and the bytes of all that belongs to none."""
     found: set[int] = set()
     for nbytes in sorted(storages, reverse=True):
         fits = [

