@@ -13,7 +13,7 @@ PAGE = "docs/distributed.md"
 END = """
 gradients = [parameter.grad for parameter in stage.submod.parameters()]
 assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients)
-print(f"rank {dist.get_rank()} is done", flush=True)
+print(f"rank {dist.get_rank()} is done\\n", end="", flush=True)  # one write: both ranks have one output
 dist.destroy_process_group()
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -20,21 +21,29 @@ _LOCK: Final = threading.Lock()
 
 
 def presence() -> RankPresence | None:
-    """This rank's presence in the default group; None for one process. Says to the others where it runs."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    """This rank's presence in the default group. Says to the others where it runs.
+
+    None for one process, and where the group has no store that can be written (MPI, or its keeper has ended).
+    """
+    if not _has_ranks():
         return None
     with _LOCK:
         found = _PRESENCES.get(dist.group.WORLD)
-        if found is None:
-            found = RankPresence(compat.default_store(), dist.get_rank(), dist.get_world_size())
-            _PRESENCES[dist.group.WORLD] = found
+        store = compat.default_store() if found is None else None
+        if store is not None:
+            with contextlib.suppress(RuntimeError):
+                found = RankPresence(store, dist.get_rank(), dist.get_world_size())
+                _PRESENCES[dist.group.WORLD] = found
         return found
 
 
 def local_processes() -> int:
     """How many ranks are on this host, as far as is known; see ``TensorAdapter.local_processes``."""
-    try:
-        here = presence()
-    except RuntimeError:  # the group's store is gone: all ranks may be here
-        return dist.get_world_size()
-    return 1 if here is None else here.local_processes()
+    if not _has_ranks():
+        return 1
+    here = presence()
+    return dist.get_world_size() if here is None else here.local_processes()
+
+
+def _has_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

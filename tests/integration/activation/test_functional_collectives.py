@@ -113,3 +113,26 @@ def test_a_foreign_write_after_the_wait_is_seen(policy: CheckpointPolicy, late: 
         (got,) = torch.autograd.grad(hp.checkpoint(function, x, policy_fn=answers(policy)).sum(), x)
         assert torch.equal(got, wanted)
         assert late.runs == 2
+
+
+def test_bytes_that_arrive_after_a_new_sequence_of_ops_began_are_no_foreign_write(late: Late) -> None:
+    """The kept outputs of that call are looked at from there on; this one has not arrived yet."""
+
+    is_other: contextvars.ContextVar[bool] = contextvars.ContextVar("is_other")  # no argument: it is the same region
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = torch.ops.c10d_functional.late(x.detach())
+        z = x.cos() if is_other.get() else x
+        arrive()
+        y = torch.ops._c10d_functional.wait_tensor(y)
+        return (z.exp() * y).sin()
+
+    x = torch.linspace(0, 1, 512, requires_grad=True)
+    policy = answers(CheckpointPolicy.MUST_SAVE)
+    with simulated_accelerator(**TIGHT):
+        for now in (False, True):
+            is_other.set(now)
+            wanted = torch.autograd.grad(((x.cos() if now else x).exp() * ARRIVED).sin().sum(), x)[0]
+            (got,) = torch.autograd.grad(hp.checkpoint(function, x, policy_fn=policy).sum(), x)
+            assert torch.equal(got, wanted)
+    assert late.runs == 2

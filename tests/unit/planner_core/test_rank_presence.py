@@ -10,8 +10,9 @@ import time
 
 import pytest
 
-from hyper_parallel.backends.planning import rank_presence
+from hyper_parallel.backends.planning import rank_presence, world
 from hyper_parallel.backends.planning.rank_presence import RankPresence
+from hyper_parallel.backends.planning.world import RankedWorld
 from hyper_parallel.core.processes import Process, launched_local_processes, start_ticks
 from hyper_parallel.errors import LostRankError
 
@@ -151,3 +152,27 @@ def test_a_process_that_was_not_waited_for_has_ended() -> None:
 )
 def test_what_launchers_say(environment: dict[str, str], count: int | None) -> None:
     assert launched_local_processes(environment) == count
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_collective_that_breaks_names_the_lost_rank_or_raises_its_own_error(
+    is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Platform:
+        def all_gather_object(self, rows: list[object], value: object) -> None:
+            raise RuntimeError("Connection closed by peer [127.0.0.1]:4711")
+
+    monkeypatch.setattr(world, "get_platform", Platform)
+    monkeypatch.setattr(world, "_LOOK_SECONDS", 0.0)
+    store = Store()
+    store.set("hyper_parallel/0/full", "1")  # all have come
+    RankPresence(store, 1, 2, process=NOBODY if is_lost else ME)
+    ranks = RankedWorld(0, 2, RankPresence(store, 0, 2))
+    with pytest.raises(RuntimeError) as found:  # the words are checked below
+        ranks.gather(None)
+    if is_lost:
+        assert isinstance(found.value, LostRankError)
+        assert found.value.ranks == (1,)
+        assert "Connection closed" in str(found.value.__cause__)
+    else:
+        assert str(found.value).startswith("Connection closed by peer")
