@@ -50,7 +50,7 @@ SPEED = DeviceSpeed(
     copy_seconds=2e-6,
 )
 HOP_BYTES_PER_SECOND = 2e9
-SHARE = 0.45  # of the plain step's activations that a budget allows
+SHARE = 0.55  # of the plain step's activations that a budget allows
 LIMIT_S = 3000
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 
