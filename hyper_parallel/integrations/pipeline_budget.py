@@ -170,13 +170,13 @@ class PipelineFit:
         """torch's schedules hold every loss until the step ends, and a loss holds a part of its graph."""
         meter = self._meter()
         stage, loss_fn = self._stages[index], self._schedule._loss_fn
-        before = meter.active_bytes()
+        before = int(meter.active_bytes())
         loss = loss_fn(
             stage.submod(*_as_leaves(seen.args), **_as_leaves(seen.kwargs)), *seen.loss_args, **seen.loss_kwargs
         )
         loss.backward()
         meter.wait()
-        return max(0, meter.active_bytes() - before)
+        return max(0, int(meter.active_bytes()) - before)
 
     def _profiled(self, seen: Mapping[int, _Seen]) -> tuple[dict[int, Profile], int]:
         """The profile of each stage, for the worst of the ranks that hold the same stages; and the least budget of those."""

@@ -62,7 +62,6 @@ def test_every_command_has_help_with_an_example(name: str, capsys: pytest.Captur
     [
         [],
         ["dance"],
-        ["plan", "a:b"],
         ["report"],
         ["demo", "--steps", "0"],
         ["plan", "a:b", "--budget", "1GiB", "--effort", "nan"],
@@ -81,6 +80,14 @@ def test_what_is_not_understood_is_usage(arguments: list[str], capsys: pytest.Ca
     [
         (["plan", "--budget", "1GiB"], 2, "either MODULE:FACTORY or --profile FILE"),
         (["plan", "a:b", "--profile", "p.json", "--budget", "1GiB"], 2, "and not both"),
+        (["plan", "a:b"], 2, "give --budget BYTES, or --mesh SIZES for a prediction"),
+        (
+            ["plan", "a:b", "--mesh", "pp=2,dp=2"],
+            2,
+            "cannot read 'dp=2' in 'pp=2,dp=2'; write it like pp=8,fsdp=16,tp=8",
+        ),
+        (["plan", "a:b", "--mesh", "pp=2", "--stages-per-rank", "2"], 2, "needs --schedule interleaved"),
+        (["plan", "a:b", "--mesh", "pp=2", "--hop-speed", "fast"], 2, "--hop-speed: cannot read 'fast'"),
         (["plan", "half_models:raises", "--budget", "lots"], 2, "cannot read 'lots' as bytes"),
         (["plan", "half_models", "--budget", "1GiB"], 2, "write MODULE:FACTORY"),
         (["plan", "nowhere.at_all:f", "--budget", "1GiB"], 1, "there is no module 'nowhere.at_all'"),
@@ -236,6 +243,21 @@ def test_a_budget_that_cannot_be_kept_says_what_can(planned: Any, capsys: pytest
     code, _, err = answer(capsys, "plan", "--profile", "profile.json", "--budget", "101B")
     assert code == 1
     assert "the smallest peak found is" in err
+
+
+def test_a_mesh_is_predicted_with_its_assumptions(capsys: pytest.CaptureFixture[str]) -> None:
+    profile = str(Path(__file__).parents[1] / "planner_core" / "data" / "stack_8k_h200.json")
+    mesh = ["plan", "--profile", profile, "--mesh", "pp=4,fsdp=2,tp=2", "--microbatches", "8"]
+    code, out, err = answer(capsys, *mesh)
+    assert code == 0, err
+    assert "Predicted for 16 devices" in out
+    assert "a prediction, not a measurement; it assumes:" in out
+    assert "tp divides weights, states" in out
+    code, out, _ = answer(capsys, *mesh, "--schedule", "interleaved", "--hop-speed", "1GB", "--json")
+    told = json.loads(out)
+    assert code == 0
+    assert [row["stages"] for row in told["ranks"]] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert told["devices"] == 16
 
 
 def test_another_plan_is_compared(planned: Any, capsys: pytest.CaptureFixture[str]) -> None:
