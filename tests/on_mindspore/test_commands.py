@@ -188,6 +188,8 @@ def test_the_demo_ends_with_a_table_and_a_report(tmp_path: Path) -> None:
     assert len(set(steps["none"].losses)) == 4, "it trains"
     assert {step.losses for step in record.steps} == {steps["none"].losses}
     assert record.budget_bytes is not None
+    assert steps["auto"].predicted is not None
+    assert steps["auto"].peak_bytes == steps["auto"].predicted.peak_bytes, "weights and their updates are not counted"
     assert steps["auto"].peak_bytes <= record.budget_bytes < steps["none"].peak_bytes
     assert steps["swap"].out_bytes > 0
     assert steps["swap"].peak_bytes < steps["none"].peak_bytes

@@ -17,6 +17,7 @@ from hyper_parallel.platform.mindspore.device import on_cpu
 
 __all__ = ["DEMO", "LanguageModel", "MindSporeDemo"]
 
+_RATE: Final = np.float32(0.1)
 _HIDDEN: Final = -1e9  # a score of what attention must not see
 
 
@@ -105,12 +106,17 @@ class MindSporeDemo:
         return model, lambda: function(ids)
 
     def updates(self, model: Any) -> Callable[[Any], float]:
-        """See the protocol."""
-        optimizer = nn.SGD(model.trainable_params(), 0.1)
+        """See the protocol.
+
+        By hand: an optimizer of ``mindspore.nn`` holds the gradients until it gets the next, which the next step's peak would
+        show, and one of ``mindspore.mint`` changes nothing on the CPU.
+        """
+        parameters = model.trainable_params()
 
         def update(result: Any) -> float:
             loss, gradients = result
-            optimizer(gradients)
+            for parameter, gradient in zip(parameters, gradients):
+                parameter.set_data(mindspore.Tensor(parameter.asnumpy() - _RATE * gradient.asnumpy()))
             return float(loss.asnumpy())
 
         return update
