@@ -194,6 +194,7 @@ def generate(choices: Choices) -> Program:
         threads=(_schedule(choices),),
         settings=settings_of(choices),
         seed=choices.integer(0, 99),
+        is_wild=chance(choices, 50),
         **_tensors(choices),
     )
 

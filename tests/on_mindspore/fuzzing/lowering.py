@@ -204,7 +204,8 @@ class Model(_Owner):
         operands = [values[-1 - ref % len(values)] for ref in op.ins]
         letters = SPECS[op.name].weights
         operands += [owner if letter == "o" else self._chosen(letter, at) for letter, at in zip(letters, op.weights)]
-        made = FUNCTIONS[op.name](*operands)
+        name = "copied_into" if op.name == "copy_" and not self.program.is_wild else op.name
+        made = FUNCTIONS[name](*operands)
         return list(made) if isinstance(made, tuple) else [made]
 
     def _chosen(self, letter: str, at: int) -> Any:
@@ -240,7 +241,8 @@ class Model(_Owner):
     # ------------------------------------------------------------------ the cell
 
     def construct(self, *inputs: Any) -> Any:
-        values = [self.constant, *inputs]
+        # A wild program writes values in place, and must not write a leaf.
+        values = [self.constant, *([value * 1.0 for value in inputs] if self.program.is_wild else inputs)]
         self.run_body(self.program.body, values, self)
         outs = [values[-1 - ref % len(values)] for ref in self.program.outs]
         if compat.backward_id() is None:

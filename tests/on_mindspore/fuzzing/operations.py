@@ -101,7 +101,7 @@ def layer_norm(x: Any, v: Any) -> Any:
 
 
 def weight_view(x: Any, w: Any) -> Any:
-    return w.T
+    return w.T if min(w.shape) > 1 else w.T * 1.0  # a dense view would be written by copy_
 
 
 def times_weight(x: Any, v: Any) -> Any:
@@ -269,7 +269,7 @@ def copy_(x: Any, y: Any) -> Any:
     without a history.
     """
     is_whole = x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes
-    if compat.is_leaf(x) or x.param_info is not None or not is_whole or not x._requires_grad:
+    if x.param_info is not None or not is_whole or not x._requires_grad:
         x = x * 1.0
     x.copy_(like(y, x) * 0.5)
     return x
