@@ -4,7 +4,7 @@ A dispatch mode sees every op; saved-tensor hooks, inside the block only, see wh
 op's backward runs. A value is told by the address of its storage. An address is used again after its bytes died; the op that
 used it last counts as the maker of what is read there.
 
-On the CPU MindSpore gives an op a dense copy of a view, in memory that nobody has seen being made, while the view, and so the
+On the CPU MindSpore gives an op a dense copy of a view, in memory that no mode has seen being made, while the view, and so the
 value behind it, lives on. What is read there counts as the newest view of that shape and dtype.
 """
 
