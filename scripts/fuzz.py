@@ -3,18 +3,22 @@
     python scripts/fuzz.py --programs 20000 --seed 0 --jobs 2 --output out.json
     python scripts/fuzz.py --programs 500 --device cuda --output gpu.json
     python scripts/fuzz.py --programs 300 --territory foreign --output foreign.json
+    python scripts/fuzz.py --programs 2000 --platform mindspore --output mindspore.json
 
 Every program runs with and without us, on the simulated accelerator or on a real device with slowed copies, and must give
 the same bytes. A territory is what programs are made of: ``first`` is that of the first recorded runs, ``wide`` has everything,
-the others have much of one thing. Run it again with the same output to go on where it stopped. Each failure is shrunk and
-written as a stand-alone script beside the output. Exit status: 0 no failure, 1 failures, 2 wrong usage.
+the others have much of one thing. MindSpore has programs of its own, in one territory, and runs in its own environment. Run it
+again with the same output to go on where it stopped. Each failure is shrunk and written beside the output: as a stand-alone
+script or, on MindSpore, as data for ``--replay FILE``. Exit status: 0 no failure, 1 failures, 2 wrong usage.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
+import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -22,6 +26,7 @@ import pathlib
 import platform
 import sys
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from crew import Worker, judged
@@ -37,18 +42,16 @@ LIMIT_S = 120.0  # for one program; a hang is a failure like any other
 # ------------------------------------------------------------------ the worker
 
 
-def work(connection: Any, seed: int, territory: str, device: str, shrink_s: float) -> None:
+def work(
+    connection: Any, seed: int, territory: str, device: str, shrink_s: float, platform_name: str = "torch"
+) -> None:
     """Judge program numbers as they come; runs in a process of its own, so that a crash is only a result."""
-    _prepare(device)
-    from fuzz.generate import program_number
-    from fuzz.oracle import judge, signature
-    from fuzz.source import program_to_script
-
+    fuzzer = _fuzzer(platform_name, territory, device)
     shrunk: collections.Counter[str] = collections.Counter()
     for number in iter(connection.recv, None):
-        program = program_number(seed, number, territory)
+        program = fuzzer.program(seed, number)
         started = time.perf_counter()
-        verdict = judge(program, device)
+        verdict = fuzzer.judge(program)
         reply = {
             "number": number,
             "kind": verdict.kind,
@@ -58,36 +61,68 @@ def work(connection: Any, seed: int, territory: str, device: str, shrink_s: floa
             "script": None,
         }
         if not verdict.is_good:
-            shrunk[signature(verdict.detail)] += 1
-            is_new = shrink_s > 0 and shrunk[signature(verdict.detail)] <= MOST_SHRUNK
-            smaller = _shrunk(program, verdict.detail, device, shrink_s) if is_new else program
-            title = (
-                f"Program {number} of seed {seed} in {territory!r}. {judge(smaller, device).detail or verdict.detail}"
-            )
-            reply["script"] = program_to_script(smaller, title)
+            shrunk[fuzzer.signature(verdict.detail)] += 1
+            is_new = shrink_s > 0 and shrunk[fuzzer.signature(verdict.detail)] <= MOST_SHRUNK
+            smaller = _shrunk(fuzzer, program, verdict.detail, shrink_s) if is_new else program
+            detail = fuzzer.judge(smaller).detail or verdict.detail
+            reply["script"] = fuzzer.text(smaller, f"Program {number} of seed {seed} in {territory!r}. {detail}")
         connection.send(reply)
 
 
-def _prepare(device: str) -> None:
+@dataclasses.dataclass(frozen=True)
+class _Fuzzer:
+    """What differs between the frameworks."""
+
+    program: Callable[[int, int], Any]  # of a seed and a number
+    judge: Callable[[Any], Any]
+    signature: Callable[[str], str]
+    text: Callable[[Any, str], str]  # of a failure, for people
+
+
+def _fuzzer(platform_name: str, territory: str, device: str) -> _Fuzzer:
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
     os.environ.setdefault("HYPER_PARALLEL_SUMMARY", "0")  # each program is somebody's first step
+    return _fuzzer_of_mindspore() if platform_name == "mindspore" else _fuzzer_of_torch(territory, device)
+
+
+def _fuzzer_of_torch(territory: str, device: str) -> _Fuzzer:
     from fuzz import harness
+    from fuzz.generate import program_number
+    from fuzz.oracle import judge, signature
+    from fuzz.source import program_to_script
 
     harness.prepare(device)
+    return _Fuzzer(
+        program=lambda seed, number: program_number(seed, number, territory),
+        judge=lambda program: judge(program, device),
+        signature=signature,
+        text=program_to_script,
+    )
 
 
-def _shrunk(program: Any, detail: str, device: str, shrink_s: float) -> Any:
-    from fuzz.oracle import judge, signature
+def _fuzzer_of_mindspore() -> _Fuzzer:
+    os.environ["HYPER_PARALLEL_PLATFORM"] = "mindspore"
+    from fuzz.program import to_json
+    from on_mindspore.fuzzing.generate import program_number
+    from on_mindspore.fuzzing.judge import judge, prepare, signature
+
+    prepare()
+    return _Fuzzer(
+        program=program_number, judge=judge, signature=signature, text=lambda program, title: to_json(program) + "\n"
+    )
+
+
+def _shrunk(fuzzer: _Fuzzer, program: Any, detail: str, shrink_s: float) -> Any:
     from fuzz.shrink import shrink
 
-    wanted = signature(detail)
+    wanted = fuzzer.signature(detail)
     deadline = time.monotonic() + shrink_s
 
     def still_fails(candidate: Any) -> bool:
         if time.monotonic() > deadline:
             return False
-        verdict = judge(candidate, device)
-        return not verdict.is_good and signature(verdict.detail) == wanted
+        verdict = fuzzer.judge(candidate)
+        return not verdict.is_good and fuzzer.signature(verdict.detail) == wanted
 
     return shrink(program, still_fails, most_tries=SHRINK_TRIES)
 
@@ -102,6 +137,7 @@ class Summary:
     seed: int
     device: str
     territory: str = "first"  # where a file does not say: there was no other
+    platform: str = "torch"
     programs: int = 0
     seconds: float = 0.0
     kinds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -112,16 +148,19 @@ class Summary:
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def begun(cls, path: pathlib.Path, seed: int, device: str, territory: str) -> Summary:
+    def begun(cls, path: pathlib.Path, options: argparse.Namespace) -> Summary:
         """The summary in ``path``, if it is of the same run, else a new one."""
+        wanted = options.seed, options.device, options.territory, options.platform
         if not path.exists():
-            return cls(seed=seed, device=device, territory=territory, versions=_versions(device))
+            versions = _versions(options.device, options.platform)
+            return cls(**dict(zip(("seed", "device", "territory", "platform"), wanted)), versions=versions)
         data = json.loads(path.read_text())
-        known = data["seed"], data["device"], data.get("territory", "first")
-        if known != (seed, device, territory):
+        known = data["seed"], data["device"], data.get("territory", "first"), data.get("platform", "torch")
+        if known != wanted:
+            words = "seed {} on {} in {} with {}"
             raise SystemExit(
-                "fuzz: cannot go on with {}: it is of seed {} on {} in {}, asked for seed {} on {} in {}. Name another "
-                "output.".format(path, *known, seed, device, territory)
+                f"fuzz: cannot go on with {path}: it is of {words.format(*known)}, asked for {words.format(*wanted)}. Name "
+                "another output."
             )
         data.pop("schema")
         data.pop("mismatches")
@@ -167,10 +206,13 @@ def _joined(ranges: list[list[int]]) -> list[list[int]]:
     return joined
 
 
-def _versions(device: str) -> dict[str, str]:
+def _versions(device: str, platform_name: str) -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    if platform_name == "mindspore":
+        return {**versions, "mindspore": importlib.metadata.version("mindspore")}
     import torch
 
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    versions["torch"] = torch.__version__
     if device != "cpu":
         versions["device"] = torch.cuda.get_device_name()
     return versions
@@ -180,46 +222,50 @@ def _versions(device: str) -> dict[str, str]:
 
 
 def run(options: argparse.Namespace) -> Summary:
-    """The whole run, with a progress bar."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    summary = Summary.begun(options.output, options.seed, options.device, options.territory)
+    """The whole run, with its progress."""
+    summary = Summary.begun(options.output, options)
     chunks = summary.todo(options.programs)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    console = Console(stderr=True)
     shrink_s = 0.0 if options.no_shrink else options.limit_s / 2  # the answer must come before the limit
-    workers = [
-        Worker((options.seed, options.territory, options.device, shrink_s), limit_s=options.limit_s, target=work)
-        for _ in range(min(options.jobs, len(chunks)))
-    ]
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("programs", total=options.programs, completed=summary.programs)
+    arguments = (options.seed, options.territory, options.device, shrink_s, options.platform)
+    workers = [Worker(arguments, limit_s=options.limit_s, target=work) for _ in range(min(options.jobs, len(chunks)))]
+    with _progress(options.programs, summary.programs) as (advance, say):
         for worker, reply, is_last in judged(workers, chunks):
-            progress.advance(task)
+            advance(len(summary.failures))
             if reply["kind"] in FAILURES:
                 _note_failure(summary, reply, options)
-                console.print(
-                    f"[red]program {reply['number']}[/]: {reply['detail'].splitlines()[-1][:150]}", highlight=False
-                )
-                progress.update(task, description=f"[red]{len(summary.failures)} mismatches[/]")
+                say(f"program {reply['number']}: {(reply['detail'].splitlines() or ['?'])[-1][:150]}")
             if is_last:
                 summary.add(worker.replies)
                 summary.write(options.output)
     return summary
+
+
+@contextlib.contextmanager
+def _progress(total: int, done: int) -> Iterator[tuple[Callable[[int], None], Callable[[str], None]]]:
+    """A bar that advances by one program, and a line above it; lines alone where rich is not installed."""
+    try:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+    except ImportError:
+        yield (lambda mismatches: None), (lambda line: print(line, file=sys.stderr, flush=True))
+        return
+    console = Console(stderr=True)
+    bar = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(TextColumn("{task.description}"), *bar, console=console) as progress:
+        task = progress.add_task("programs", total=total, completed=done)
+
+        def advance(mismatches: int) -> None:
+            description = f"[red]{mismatches} mismatches[/]" if mismatches else "programs"
+            progress.update(task, advance=1, description=description)
+
+        yield advance, (lambda line: console.print(line, style="red", markup=False, highlight=False))
 
 
 def _note_failure(summary: Summary, reply: dict[str, Any], options: argparse.Namespace) -> None:
@@ -227,7 +273,8 @@ def _note_failure(summary: Summary, reply: dict[str, Any], options: argparse.Nam
     path = None
     if reply.get("script") is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"program_{options.seed}_{reply['number']}.py"
+        suffix = "json" if options.platform == "mindspore" else "py"
+        path = folder / f"program_{options.seed}_{reply['number']}.{suffix}"
         path.write_text(reply["script"])
     known = {failure["number"] for failure in summary.failures}
     if reply["number"] not in known:
@@ -240,11 +287,23 @@ def _note_failure(summary: Summary, reply: dict[str, Any], options: argparse.Nam
         )
 
 
-def _territories() -> list[str]:
+def _territories(platform_name: str) -> list[str]:
+    if platform_name == "mindspore":
+        return ["wide"]
     sys.path[:0] = [str(ROOT / "tests")]
     from fuzz.territory import TERRITORIES
 
     return list(TERRITORIES)
+
+
+def replay(path: pathlib.Path) -> int:
+    """Judge one program of MindSpore that is written down."""
+    fuzzer = _fuzzer("mindspore", "wide", "cpu")
+    from fuzz.program import from_json
+
+    verdict = fuzzer.judge(from_json(path.read_text()))
+    print(verdict.kind, verdict.detail, sep="\n")
+    return 0 if verdict.is_good else 1
 
 
 def main() -> int:
@@ -257,12 +316,21 @@ def main() -> int:
         "--output", type=pathlib.Path, default=pathlib.Path("fuzz.json"), help="summary, also to go on from"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cpu: the simulated accelerator")
-    parser.add_argument("--territory", choices=_territories(), default="wide", help="what programs are made of")
+    parser.add_argument("--platform", choices=("torch", "mindspore"), default="torch", help="the framework")
+    parser.add_argument("--territory", default="wide", help="what programs are made of")
+    parser.add_argument("--replay", type=pathlib.Path, metavar="FILE", help="judge a failure of MindSpore again")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="seconds for one program; then it is a failure")
     parser.add_argument("--no-shrink", action="store_true", help="write failures as they are")
     options = parser.parse_args()
     if options.programs < 1 or options.jobs < 1 or options.limit_s <= 0:
         parser.error("--programs and --jobs must be at least 1, --limit-s must be positive")
+    if options.platform == "mindspore" and options.device != "cpu":
+        parser.error("--platform mindspore runs on the simulated accelerator: --device cpu")
+    if options.replay is not None:
+        return replay(options.replay)
+    territories = _territories(options.platform)
+    if options.territory not in territories:
+        parser.error(f"--territory {options.territory}: with {options.platform} there are {', '.join(territories)}")
     summary = run(options)
     found = ", ".join(f"{count} {kind}" for kind, count in sorted(summary.kinds.items()))
     print(

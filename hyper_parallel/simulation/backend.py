@@ -278,7 +278,9 @@ class SimulatedBackend(OneByOne):
                 return  # it was ended already
             del self._lives[key]
             self.simulation.count(-life.nbytes)
-            known = self._accesses.conflict(self._timeline.compute, key, 0, max(1, life.nbytes), is_write=True)
+            compute = self._timeline.compute
+            self._timeline.pass_on(compute)  # the bytes are given to something that is queued from now on
+            known = self._accesses.conflict(compute, key, 0, max(1, life.nbytes), is_write=True)
             if known is not None:
                 self._accesses.add_violation(
                     f"simulated accelerator: device bytes were let go while {known.what} on {known.stream} may still "

@@ -182,8 +182,13 @@ class Timeline:
     @_locked
     def tick(self, stream: SimulatedStream) -> None:
         """Something is queued on ``stream``: it is after everything the host has seen."""
-        _join(stream.clock, self._host_clock)
+        self.pass_on(stream)
         stream.clock[stream.name] += 1
+
+    @_locked
+    def pass_on(self, stream: SimulatedStream) -> None:
+        """Whatever is queued on ``stream`` next is after everything the host has seen."""
+        _join(stream.clock, self._host_clock)
 
     @_locked
     def record(self, stream: SimulatedStream) -> SimulatedEvent:

@@ -3,61 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import random
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
-from fuzz.program import Action, Op, Policy, Program, Settings, Span, Tensor
+from fuzz.choices import Choices, HypothesisChoices, RandomChoices, chance, settings_of
+from fuzz.program import Action, Op, Policy, Program, Span, Tensor
 from fuzz.territory import POLICIES, TERRITORIES, WIDE, Territory
 from fuzz.vocabulary import SPECS
 
 __all__ = ["Choices", "HypothesisChoices", "RandomChoices", "generate", "program_number"]
 
-T = TypeVar("T")
-
-
-class Choices(Protocol):
-    """Where a generator's decisions come from. The first option is the simplest."""
-
-    def one_of(self, options: Sequence[T]) -> T: ...
-
-    def integer(self, low: int, high: int) -> int: ...
-
-
-class RandomChoices:
-    """Fast choices by a seed."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-
-    def one_of(self, options: Sequence[T]) -> T:
-        return options[int(self._random.random() * len(options))]
-
-    def integer(self, low: int, high: int) -> int:
-        return low + int(self._random.random() * (high - low + 1))
-
-
-class HypothesisChoices:
-    """Choices that hypothesis can shrink."""
-
-    def __init__(self, draw: Callable[[Any], Any]) -> None:
-        from hypothesis import strategies
-
-        self._draw, self._strategies = draw, strategies
-
-    def one_of(self, options: Sequence[T]) -> T:
-        return options[self.integer(0, len(options) - 1)]
-
-    def integer(self, low: int, high: int) -> int:
-        return int(self._draw(self._strategies.integers(low, high)))
-
-
 _KEYWORDS = ("debug", "early_stop", "function", "preserve_rng_state", "determinism_check")
 """Of torch's checkpoint; at a wrapper's call they are the module's."""
-
-
-def _chance(choices: Choices, percent: int) -> bool:
-    return choices.integer(0, 99) >= 100 - percent
 
 
 class _Draft:
@@ -67,13 +23,13 @@ class _Draft:
         self.choices = choices
         self.territory = territory
         self.left = choices.integer(2, 18)  # operations
-        self.families = territory.families if _chance(choices, 45) else territory.calm_families
+        self.families = territory.families if chance(choices, 45) else territory.calm_families
         self.spans_left = choices.integer(1, 6)
 
     def rarely(self, options: tuple[str, ...]) -> str:
         """One of the options, where the territory has them."""
         percent = self.territory.rare_percent
-        return self.choices.one_of(options) if percent and _chance(self.choices, percent) else "none"
+        return self.choices.one_of(options) if percent and chance(self.choices, percent) else "none"
 
     def ref(self) -> int:
         """Mostly recent values, sometimes far back."""
@@ -87,7 +43,7 @@ class _Draft:
     def body(self, depth: int, longest: int) -> tuple[Op | Span, ...]:
         nodes: list[Op | Span] = []
         while len(nodes) < longest and (self.left > 0 or len(nodes) < 2):
-            if self.spans_left and depth < 3 and _chance(self.choices, 35):
+            if self.spans_left and depth < 3 and chance(self.choices, 35):
                 self.spans_left -= 1
                 nodes.append(self.span(depth))
             else:
@@ -116,13 +72,13 @@ class _Draft:
             form=choices.one_of(("tuple", "list", "dict")),
             passing=choices.one_of(("args", "args", "kwargs", "nested")),
             calls=choices.one_of((1, 1, 1, 2)),
-            swap_inputs=is_checkpoint and _chance(choices, 50),
-            policy=self.policy() if is_checkpoint and _chance(choices, self.territory.policy_percent) else None,
+            swap_inputs=is_checkpoint and chance(choices, 50),
+            policy=self.policy() if is_checkpoint and chance(choices, self.territory.policy_percent) else None,
             tensor_policy="none"
             if is_checkpoint
             else choices.one_of(("none", "none", "none", "none", "none", "save_even", "all_save")),
-            early_stop=not _chance(choices, 10),
-            config=self.config() if _chance(choices, 10) else (),
+            early_stop=not chance(choices, 10),
+            config=self.config() if chance(choices, 10) else (),
             **(self.call() if kind.endswith("_wrapper") else {}),
         )
 
@@ -132,9 +88,9 @@ class _Draft:
         if not percent:
             return {"module": self.rarely(("module", "forward_hook", "backward_hook"))}
         choices = self.choices
-        module = choices.one_of(("module", "other_weights", "weights_inside")) if _chance(choices, percent) else "none"
+        module = choices.one_of(("module", "other_weights", "weights_inside")) if chance(choices, percent) else "none"
         keyword = f"{choices.one_of(_KEYWORDS)}={choices.one_of(('True', 'False', 'C[0]'))}"
-        return {"module": module, "keyword": keyword if _chance(choices, percent) else "none"}
+        return {"module": module, "keyword": keyword if chance(choices, percent) else "none"}
 
     def region(self, body: tuple[Op | Span, ...]) -> Span:
         """One recomputed region around all of it, or around its first nodes alone, so that no op outside raises first."""
@@ -144,9 +100,9 @@ class _Draft:
             kind=kind,
             body=body[: choices.one_of((1, 2, 20))],
             outs=self.outs(),
-            swap_inputs=_chance(choices, 50),
-            policy=self.policy() if _chance(choices, self.territory.policy_percent) else None,
-            early_stop=not _chance(choices, 10),
+            swap_inputs=chance(choices, 50),
+            policy=self.policy() if chance(choices, self.territory.policy_percent) else None,
+            early_stop=not chance(choices, 10),
             **(self.call() if kind.endswith("_wrapper") else {}),
         )
 
@@ -179,30 +135,13 @@ def _tensors(choices: Choices) -> dict[str, tuple[Tensor, ...]]:
         return choices.one_of(((columns, columns), (2 * columns, columns), (columns, 2 * columns), (columns,)))
 
     def tensor(of: tuple[int, ...], frozen_percent: int) -> Tensor:
-        return Tensor(shape=of, dtype=dtype(), requires_grad=not _chance(choices, frozen_percent))
+        return Tensor(shape=of, dtype=dtype(), requires_grad=not chance(choices, frozen_percent))
 
     return {
         "weights": tuple(tensor(shape(), 20) for _ in range(choices.integer(1, 4))),
         "inputs": tuple(tensor((rows, columns), 15) for _ in range(choices.integer(1, 2))),
         "constants": (Tensor(shape=(rows, columns), dtype=dtype(), requires_grad=False),),
     }
-
-
-def _settings(choices: Choices) -> Settings:
-    # Mostly settings under which bytes really leave and come back: a tail or a window as large as the program keeps all.
-    timing, seed = choices.one_of(("lazy", "random", "lazy", "random", "eager")), choices.integer(0, 999)
-    return Settings(
-        timing=timing,
-        seed=seed,
-        min_bytes=choices.one_of((0, 0, 0, 0, 0, 0, 16, 48)),
-        tail_bytes=choices.one_of((0, 0, 0, 0, 0, 64, 512)),
-        window_bytes=choices.one_of((0, 0, 0, 0, 64, 512, 65536)),
-        prefetch_bytes=choices.one_of((65536, 0, 64, 512)),
-        device_bytes=(None, None, 0, 2048, 16384, 65536)[seed % 6],  # no choice of its own: programs keep their numbers
-        host_limit=choices.one_of((None,) * 12 + (0, 64, 256, 1024, 4096)),
-        tiers=choices.one_of((("pinned",),) * 6 + (("pageable",), ("pinned", "pageable"), ("pinned", "disk"))),
-        verify=choices.one_of((False, False, True)),
-    )
 
 
 # ---------------------------------------------------------------- schedules
@@ -275,24 +214,24 @@ def _weight_changes(choices: Choices) -> tuple[Action, ...]:
 def generate(choices: Choices, territory: Territory = WIDE) -> Program:
     """One program."""
     draft = _Draft(choices, territory)
-    is_wild = _chance(choices, 10)
+    is_wild = chance(choices, 10)
     body = draft.body(0, 20)
-    if territory.autocast_percent and _chance(choices, territory.autocast_percent):
+    if territory.autocast_percent and chance(choices, territory.autocast_percent):
         body = (Span(kind="autocast", body=body),)
     program = Program(
         body=body,
         outs=draft.outs(),
         threads=_schedule(choices),
-        settings=_settings(choices),
+        settings=settings_of(choices),
         seed=choices.integer(0, 99),
         is_wild=is_wild,
         **_tensors(choices),
     )
-    if territory.double_percent and _chance(choices, territory.double_percent):
+    if territory.double_percent and chance(choices, territory.double_percent):
         program = dataclasses.replace(program, threads=(choices.one_of(_DOUBLES),))
-    if territory.weight_percent and _chance(choices, territory.weight_percent):
+    if territory.weight_percent and chance(choices, territory.weight_percent):
         program = dataclasses.replace(program, threads=(_weight_changes(choices),), is_wild=False)
-        if _chance(choices, 60):
+        if chance(choices, 60):
             program = dataclasses.replace(program, body=(draft.region(program.body),))
     return _with_rare_parts(program, draft) if territory.rare_percent else program
 

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import mindspore
 
+from hyper_parallel.backends.mindspore.op_registry import remember_op
 from hyper_parallel.backends.mindspore.storages import storage_key
 from hyper_parallel.core.activation_checkpoint.adapter import instances_in
 
@@ -48,7 +49,8 @@ class OpFacts:
 
 @functools.lru_cache(maxsize=4096)
 def facts_of(name: str) -> OpFacts:
-    """The facts of an op of this name."""
+    """The facts of an op of this name, which a mode of ours has met."""
+    remember_op(name)
     return OpFacts(
         is_ignored=name in _IGNORED,
         is_random=_RANDOM.search(name) is not None,

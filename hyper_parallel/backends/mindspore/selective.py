@@ -162,11 +162,13 @@ class ReplayMode(RegionReplay, mindspore.MsDispatchMode):  # type: ignore[misc]
     def __init__(self, region: MindSporeRegion) -> None:
         RegionReplay.__init__(self, region)
         self._changed: dict[int, str] = {}  # address of what was changed after forward -> what it is
-        self._made: dict[int, Any] = {}  # address of what a factory returned -> an alias, so that it names nothing else
+        self._made: dict[int, Any] = {}  # address of what a factory returned -> None, or an alias: see _remember_made
+        self._draws = False
         self._drawing: Any = Replay(region.drawing) if region.preserves_draws else contextlib.nullcontext()
 
     def __enter__(self) -> ReplayMode:
         self._made = {}
+        self._draws = any(facts_of(str(name)).is_random for name in self._region.entries)
         self._changed = {} if self._region.state is None else self._region.state.changed()
         self._drawing.__enter__()
         self._region.is_replaying = True
@@ -201,7 +203,9 @@ class ReplayMode(RegionReplay, mindspore.MsDispatchMode):  # type: ignore[misc]
         if self._made and self._would_wait(func, facts, args):
             return func(*args)
         refuse_second_order(self._region.where)
-        return self._output_of(run, entry, func.name, func, func, args, {})
+        output = self._output_of(run, entry, func.name, func, func, args, {})
+        self._forget_reused(args, output)
+        return output
 
     def _can_run_again(self, op: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         return not facts_of(op.name).is_random
@@ -213,13 +217,31 @@ class ReplayMode(RegionReplay, mindspore.MsDispatchMode):  # type: ignore[misc]
                 raise changed_in_place(self._region.where, label, func.name)
 
     def _remember_made(self, func: Any, args: Any, output: Any) -> None:
-        """Remember what a factory made, what comes of that alone, and what item assignment put in its place."""
+        """Remember what a factory made, what comes of that alone, and what item assignment put in its place.
+
+        An address names it until another output lies there. To hold the bytes as well would cost their memory to the end of
+        the replay; only a region that draws pays that, because an op that draws is refused where its input has a name in error,
+        while every other op is then only run again.
+        """
         read = tensors_in(args)
-        if read and not self._has_made(read):
-            return
-        is_assignment = func.name.startswith(("TensorScatter", "Select"))
-        if is_assignment or not any(tensor._requires_grad for tensor in read):
-            self._made.update((storage_key(tensor), alias(tensor)) for tensor in tensors_in((output,)))
+        is_made = not read
+        if read and self._has_made(read):
+            is_assignment = func.name.startswith(("TensorScatter", "Select"))
+            is_made = is_assignment or not any(tensor._requires_grad for tensor in read)
+        if is_made:
+            self._made.update(
+                (storage_key(tensor), alias(tensor) if self._draws else None) for tensor in tensors_in((output,))
+            )
+        else:
+            self._forget_reused(args, output)
+
+    def _forget_reused(self, args: Any, output: Any) -> None:
+        """An op's output that lies where something was made: that is gone."""
+        if self._made:
+            read = {storage_key(tensor) for tensor in tensors_in(args)}
+            for tensor in tensors_in((output,)):
+                if (key := storage_key(tensor)) not in read:
+                    self._made.pop(key, None)
 
     def _has_made(self, tensors: list[Any]) -> bool:
         return any(storage_key(tensor) in self._made for tensor in tensors)

@@ -11,6 +11,7 @@ import mindspore.mint.distributed as dist
 
 from hyper_parallel.backends.mindspore import graph, ops, storages
 from hyper_parallel.backends.mindspore.devices import backend_for, copied
+from hyper_parallel.backends.mindspore.op_registry import check_op_names
 from hyper_parallel.config import SwapConfig
 from hyper_parallel.core.activation_checkpoint.adapter import DeviceBackend, TensorAdapter, View
 from hyper_parallel.core.activation_checkpoint.statistics import KeepReason
@@ -128,6 +129,10 @@ class MindSporeTensorAdapter(TensorAdapter):
     def rank(self) -> int:
         """See the base class."""
         return int(dist.get_rank()) if compat.GlobalComm.INITED else 0
+
+    def check_op_names(self, names: list[str], where: str) -> None:
+        """See the base class."""
+        check_op_names(names, where)
 
 
 TENSORS: Final = MindSporeTensorAdapter()

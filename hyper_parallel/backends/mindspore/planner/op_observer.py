@@ -3,6 +3,9 @@
 A dispatch mode sees every op; saved-tensor hooks, inside the block only, see what autograd keeps of it, and in backward which
 op's backward runs. A value is told by the address of its storage. An address is used again after its bytes died; the op that
 used it last counts as the maker of what is read there.
+
+On the CPU MindSpore gives an op a dense copy of a view, in memory that no mode has seen being made, while the view, and so the
+value behind it, lives on. What is read there counts as the newest view of that shape and dtype.
 """
 
 from __future__ import annotations
@@ -42,6 +45,8 @@ class OpObserver(mindspore.MsDispatchMode):  # type: ignore[misc]
         self._memory = memory
         self._on_unpack = on_unpack  # is told which op's backward wants a value
         self._producers: dict[int, int] = {}  # address: op, or BLOCK_INPUT
+        self._views: dict[tuple[tuple[int, ...], str], int] = {}  # by shape and dtype: the value behind the newest view
+        self._copies: dict[tuple[int, Any], int] = {}  # address and shape of a view's copy: the value behind the view
         self._sizes: dict[tuple[int, int], int] = {}  # (op, address): bytes, to count what is kept once
         self._occurrences: Counter[tuple[str, bool]] = Counter()
         self._changed: set[int] = set()
@@ -69,6 +74,8 @@ class OpObserver(mindspore.MsDispatchMode):  # type: ignore[misc]
             if op.is_keepable:
                 op.is_keepable, op.reason = False, "changed_in_place"
         self._producers.clear()
+        self._views.clear()
+        self._copies.clear()
         self._sizes.clear()
 
     def __ms_dispatch__(self, func: Any, args: Any, kwargs: Any = None) -> Any:
@@ -78,6 +85,7 @@ class OpObserver(mindspore.MsDispatchMode):  # type: ignore[misc]
             return func(*args)
         self._running = len(self.seen.ops)
         read = {storage_key(tensor) for tensor in tensors_in(args) if tensor.size}
+        inputs = self._values_read(args)
         if facts.writes_first:
             self._note_written(args)
         if self._memory is not None:
@@ -97,13 +105,31 @@ class OpObserver(mindspore.MsDispatchMode):  # type: ignore[misc]
             reason="" if is_asked else str(reason),
             is_random=facts.is_random,
             sequence=self._running,
-            inputs=tuple(sorted({self._producers[key] for key in read if key in self._producers})),
+            inputs=inputs,
             start=start,
             end=end,
         )
         self._occurrences[func.name, is_asked] += 1
         self._note_output(seen, read, output)
         return output
+
+    def _values_read(self, args: Any) -> tuple[int, ...]:
+        """Which values of this block an op reads."""
+        found = set()
+        for tensor in tensors_in(args):
+            if not tensor.size or tensor.param_info is not None:
+                continue
+            value = self._value_at(tensor)
+            if value is None and (value := self._views.get(_shape_of(tensor))) is not None:
+                self._copies[storage_key(tensor), _shape_of(tensor)] = value
+            if value is not None:
+                found.add(value)
+        return tuple(sorted(found))
+
+    def _value_at(self, tensor: Any) -> int | None:
+        """The value that lies where a tensor does, as far as it is known."""
+        key = storage_key(tensor)
+        return self._producers.get(key, self._copies.get((key, _shape_of(tensor))))
 
     def _note_written(self, args: Any) -> None:
         for tensor in tensors_in(args)[:1]:
@@ -125,7 +151,10 @@ class OpObserver(mindspore.MsDispatchMode):  # type: ignore[misc]
                 continue
             key, nbytes = storage_key(tensor), int(tensor.untyped_storage().nbytes())
             if key in read:
-                shared = self._producers.get(key, shared)
+                value = self._value_at(tensor)
+                shared = shared if value is None else value
+                if shared is not None:
+                    self._views[_shape_of(tensor)] = shared
                 continue
             self._producers[key] = index
             if (index, key) not in self._sizes:
@@ -159,3 +188,7 @@ class OpObserver(mindspore.MsDispatchMode):  # type: ignore[misc]
         assert self._on_unpack is not None, "the hooks are there for it"
         self._on_unpack(reader)
         return alias(tensor)
+
+
+def _shape_of(tensor: Any) -> tuple[tuple[int, ...], str]:
+    return tuple(tensor.shape), str(tensor.dtype)
