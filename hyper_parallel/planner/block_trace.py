@@ -173,6 +173,10 @@ class KindAnalysis:
         with_it = self.needed(region, {*kept, at})[0]
         return frozenset(self.needed(region, kept)[0]).difference(with_it)
 
+    def is_ever_replayed(self, region: CutRegion, at: int) -> bool:
+        """Whether a replay of the region that keeps nothing runs op ``at``: something in backward reads what it makes."""
+        return at in self.needed(region, ())[0] if self.kind.runs_from_tape else at < self.replay_stop(region)
+
     def seconds_of(self, ops: Iterable[int]) -> float:
         """The forward's seconds of these ops."""
         return sum(self.kind.ops[at].seconds for at in ops)

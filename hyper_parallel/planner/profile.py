@@ -269,9 +269,10 @@ class Link:
     in_bytes_per_second: float
     copy_seconds: float = 0.0  # fixed cost of one copy on the link
     pin_seconds_per_byte: float = 0.0  # paid once, when the pinned memory is made
+    compute_seconds_per_byte: float = 0.0  # that compute stands still for a copy: where its own processor makes it
 
     def __post_init__(self) -> None:
-        _not_negative(self, "copy_seconds", "pin_seconds_per_byte")
+        _not_negative(self, "copy_seconds", "pin_seconds_per_byte", "compute_seconds_per_byte")
         require(
             self.out_bytes_per_second > 0 and self.in_bytes_per_second > 0,
             f"Link: {self.out_bytes_per_second} and {self.in_bytes_per_second} bytes per second must be above 0",
