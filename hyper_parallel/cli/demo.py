@@ -15,21 +15,24 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from hyper_parallel._version import __version__
-from hyper_parallel.cli.console import Console
+from hyper_parallel.cli.console import Console, Progress
 from hyper_parallel.cli.factory import positive
 from hyper_parallel.cli.failures import CommandError, UsageError
 from hyper_parallel.cli.report import show_run
+from hyper_parallel.cli.steps_done import add_step, watched_steps
 from hyper_parallel.config import show_bytes
 from hyper_parallel.errors import BudgetTooSmallError
 from hyper_parallel.planner.budget import check_budget
@@ -50,21 +53,28 @@ __all__ = ["add_arguments", "run"]
 
 _PLAN: Final = "plan"
 _TIMES: Final = "times"
-_STAGES: Final[Mapping[str, tuple[str, float]]] = {  # in order: what is said of each, and its share of the time
-    "none": ("training: none", 1.0),
-    _PLAN: ("profiling and planning", 2.0),
-    "recompute": ("training: recompute", 1.0),
-    "swap": ("training: swap", 1.0),
-    "auto": ("training: auto", 1.0),
-    _TIMES: ("timing: the four ways in turns", 1.5),
+_STAGES: Final[Mapping[str, str]] = {  # in order: what is said of each
+    "none": "training: none",
+    _PLAN: "profiling and planning",
+    "recompute": "training: recompute",
+    "swap": "training: swap",
+    "auto": "training: auto",
+    _TIMES: "timing: the four ways in turns",
 }
+_START_STEPS: Final = 3  # how many steps a process takes to start
+_PLAN_STEPS: Final = 25  # about as many are run to profile and plan
 _WAYS: Final = ("none", "recompute", "swap", "auto")
 _SIZES: Final = ("host", "device", "tiny")
 _TIME_LIMIT_S: Final = 900
 _EFFORT: Final = 0.3  # of a second search
 _ABOVE_SMALLEST: Final = 1.1
-_OBSERVED_STEPS: Final = 2  # of each way, in a process of its own, for its memory
+_PROCESSOR: Final = "processor time of a step"
+_STEPS_FILE: Final = "steps-done"
+_WARMUP_STEPS: Final = 1
+_OBSERVED_STEPS: Final = 1  # of each way, in a process of its own, for its memory
 # Large blocks return to the system when they are freed, so that the memory of the process is that of its tensors.
+# Threads that wait take no processor time, so that processor time is that of work.
+_WAITING: Final[Mapping[str, str]] = {"OMP_WAIT_POLICY": "PASSIVE"}
 _ALLOCATOR: Final[Mapping[str, str]] = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
 _SAME_SUMS: Final[Mapping[str, str]] = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # matrix products that can be repeated
 
@@ -80,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--disk-path", metavar="DIR", help="where swapped values go on machines without a GPU")
     parser.add_argument("--size", choices=_SIZES, help="how large a model; chosen by the machine by default")
+    parser.add_argument("--steps-file", type=Path, help=argparse.SUPPRESS)  # gets a byte for every step
     parser.add_argument("--one", choices=(*_STAGES,), help=argparse.SUPPRESS)  # one way, in this very process
 
 
@@ -99,12 +110,13 @@ def run(args: argparse.Namespace, console: Console) -> int:
         _run_one(args, folder)
         return 0
     with tempfile.TemporaryDirectory(prefix="hyper-parallel-", dir=args.disk_path) as disk:
-        with console.progress("demo", len(_STAGES), shares=[share for _, share in _STAGES.values()]) as advance:
-            for stage, (words, _) in _STAGES.items():
-                advance(words)
-                _run_apart(stage, args, folder, disk)
+        shares = [_START_STEPS + _steps_of(stage, args) for stage in _STAGES]
+        with console.progress("demo", len(_STAGES), shares=shares) as progress:
+            for stage, words in _STAGES.items():
+                progress(words)
+                _run_watched(stage, args, folder, disk, progress)
                 if stage == "auto" and _planned_again(args, folder):
-                    _run_apart(stage, args, folder, disk)
+                    _run_watched(stage, args, folder, disk, progress)
     record = _collected(args, folder)
     record.save(folder / "run.json")
     write_page(folder / "report.html", record)
@@ -140,7 +152,19 @@ def _story(record: RunRecord) -> list[str]:
             else f"{abs(change):.0%} {'slower' if change > 0 else 'faster'}"
         )
         lines.append(f"auto against {words}: {how}")
-    return lines
+    return [*lines, *(note for note in record.notes if note.startswith(_PROCESSOR))]
+
+
+def _processor_notes(seconds: Mapping[str, Sequence[float]]) -> list[str]:
+    """Processor time beside the plain step's, in every round: what can be said of a machine that others use too."""
+    if not seconds:
+        return []
+    ratios = {way: [one / plain - 1 for one, plain in zip(seconds[way], seconds["none"])] for way in _WAYS[1:]}
+    shown = ", ".join(
+        f"{way} {statistics.median(found):+.0%} ({min(found):+.0%} to {max(found):+.0%})"
+        for way, found in ratios.items()
+    )
+    return [f"{_PROCESSOR} beside the plain one's, which other programs hardly change: {shown}"]
 
 
 def _demo_module() -> Any:  # the module hyper_parallel.backends.torch.demo
@@ -155,7 +179,25 @@ def _size_of(args: argparse.Namespace, demo_module: Any) -> torch_demo.DemoSize:
     return demo_module.SIZES[args.size or demo_module.fitting_size()]  # type: ignore[no-any-return]
 
 
-def _run_apart(stage: str, args: argparse.Namespace, folder: Path, disk: str) -> None:
+def _steps_of(stage: str, args: argparse.Namespace) -> float:
+    """About how many steps a stage runs."""
+    one_way = _WARMUP_STEPS + _OBSERVED_STEPS + 1  # the last one is watched
+    by_stage: dict[str, float] = {_PLAN: _PLAN_STEPS, _TIMES: args.steps * len(_WAYS) * (_WARMUP_STEPS + 1)}
+    return by_stage.get(stage, float(one_way))
+
+
+def _run_watched(stage: str, args: argparse.Namespace, folder: Path, disk: str, progress: Progress) -> None:
+    steps = _steps_of(stage, args)
+
+    def tell(done: int) -> None:
+        progress.reach((_START_STEPS + min(done, steps)) / (_START_STEPS + steps))
+
+    file = Path(disk) / _STEPS_FILE
+    with watched_steps(file, tell):
+        _run_apart(stage, args, folder, disk, file)
+
+
+def _run_apart(stage: str, args: argparse.Namespace, folder: Path, disk: str, steps_file: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -167,11 +209,13 @@ def _run_apart(stage: str, args: argparse.Namespace, folder: Path, disk: str) ->
         str(folder),
         "--disk-path",
         disk,
+        "--steps-file",
+        str(steps_file),
     ]
     command += ["--steps", str(args.steps if stage == _TIMES else _OBSERVED_STEPS)]
     for name, value in (("--budget", args.budget), ("--size", args.size)):
         command += [name, value] if value is not None else []
-    environment = {**_ALLOCATOR, **_SAME_SUMS, **os.environ, "HYPER_PARALLEL_PLATFORM": "torch"}
+    environment = {**_ALLOCATOR, **_WAITING, **_SAME_SUMS, **os.environ, "HYPER_PARALLEL_PLATFORM": "torch"}
     try:
         finished = subprocess.run(command, capture_output=True, text=True, timeout=_TIME_LIMIT_S, env=environment)
     except subprocess.TimeoutExpired:
@@ -185,22 +229,23 @@ def _run_one(args: argparse.Namespace, folder: Path) -> None:
     demo_module = _demo_module()
     size = _size_of(args, demo_module)
     disk = args.disk_path or tempfile.gettempdir()
+    on_step = functools.partial(add_step, args.steps_file)
     if args.one == _PLAN:
         alone = StepRecord.load(folder / "none.json")
-        planned = demo_module.plan_demo(size, budget=args.budget, disk_path=disk, alone=alone)
+        planned = demo_module.plan_demo(size, budget=args.budget, disk_path=disk, alone=alone, on_step=on_step)
         planned.plan.save(folder / "plan.json")
         planned.profile.save(folder / "profile.json")
         return
     if args.one == _TIMES:
         plan = Plan.load(folder / "plan.json")
-        seconds = demo_module.time_in_turns(size, disk_path=disk, rounds=args.steps, plan=plan)
-        (folder / "times.json").write_text(json.dumps(seconds))
+        times = demo_module.time_in_turns(size, disk_path=disk, rounds=args.steps, plan=plan, on_step=on_step)
+        (folder / "times.json").write_text(json.dumps(dataclasses.asdict(times)))
         return
     planned = None
     if args.one == "auto":
         profile, plan = Profile.load(folder / "profile.json"), Plan.load(folder / "plan.json")
         planned = demo_module.DemoPlan(profile=profile, plan=plan)
-    step = demo_module.train(args.one, size, disk_path=disk, steps=args.steps, planned=planned)
+    step = demo_module.train(args.one, size, disk_path=disk, steps=args.steps, on_step=on_step, planned=planned)
     step.save(folder / f"{args.one}.json")
     if planned is not None:
         planned.plan.save(folder / "plan.json")
@@ -230,16 +275,21 @@ def _planned_again(args: argparse.Namespace, folder: Path) -> bool:
 
 def _collected(args: argparse.Namespace, folder: Path) -> RunRecord:
     profile, plan = Profile.load(folder / "profile.json"), Plan.load(folder / "plan.json")
-    is_host = profile.versions.device == "simulated accelerator"
-    size = _size_of(args, _demo_module())
+    demo_module = _demo_module()
+    is_host, size = not demo_module.has_accelerator(), _size_of(args, demo_module)
     versions: Versions = dataclasses.replace(profile.versions, library_version=__version__)
     settings = json.loads((folder / "settings.json").read_text())
     if is_host:
         versions = dataclasses.replace(versions, device=f"CPU ({platform.machine()}, {os.cpu_count()} cores)")
         settings["disk_path"] = "a temporary directory"
-    notes: tuple[str, ...] = ("planned on the simulated accelerator: a CPU has no allocator to ask",) if is_host else ()
-    seconds = json.loads((folder / "times.json").read_text())
-    steps = [StepRecord.load(folder / f"{way}.json").timed(seconds[way]) for way in _WAYS]
+    notes: tuple[str, ...] = ()
+    if is_host:
+        notes = (
+            "bytes of single values were counted on the simulated accelerator; plans were measured on this machine",
+        )
+    times = json.loads((folder / "times.json").read_text())
+    steps = [StepRecord.load(folder / f"{way}.json").timed(times["seconds"][way]) for way in _WAYS]
+    notes += tuple(_processor_notes(times["processor_seconds"]))
     process_bytes = max(step.process_bytes for step in steps)
     if is_host:  # the budget is about the model's own memory, so peaks and curves are too
         steps = [step.without_process() for step in steps]

@@ -1,8 +1,7 @@
 """The demo's model and its trials: a small language model, trained a few steps in one way, in a process of its own.
 
 With an accelerator the device's memory is what counts and swapped values go to pinned host memory. Without one the device
-is RAM and far memory is a file: the planner then works on the simulated accelerator, which counts the same bytes, and its
-link is the disk, measured here.
+is RAM and far memory is a file: see ``resident_planning``.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hyper_parallel.backends.torch.machine import disk_speed
 from hyper_parallel.backends.torch.planner.profiling import profile_memory
+from hyper_parallel.backends.torch.resident_planning import fit_resident, profile_resident
 from hyper_parallel.backends.torch.step_observation import (
     WAYS,
     StepObserver,
@@ -26,6 +25,7 @@ from hyper_parallel.backends.torch.step_observation import (
     find_observed_blocks,
     in_one_way,
 )
+from hyper_parallel.backends.torch.step_observation.host_clock import timed
 from hyper_parallel.backends.torch.step_observation.host_memory import resident_bytes
 from hyper_parallel.config import configure, current_config
 from hyper_parallel.errors import BudgetTooSmallError
@@ -33,16 +33,16 @@ from hyper_parallel.planner.budget import show_setting
 from hyper_parallel.planner.fit import fit_memory
 from hyper_parallel.planner.plan import Plan
 from hyper_parallel.planner.planning import plan_memory
-from hyper_parallel.planner.profile import Link, Profile
+from hyper_parallel.planner.profile import Profile
 from hyper_parallel.planner.totals import op_totals
 from hyper_parallel.records.run_record import PROCESS_PART, StepRecord
-from hyper_parallel.simulation.accelerator import simulated_accelerator
 
 __all__ = [
     "DEMO_WAYS",
     "SIZES",
     "DemoSize",
     "LanguageModel",
+    "TurnTimes",
     "fitting_size",
     "has_accelerator",
     "plan_demo",
@@ -52,6 +52,7 @@ __all__ = [
 
 DEMO_WAYS: Final = ("none", "recompute", "swap", "auto")
 _EFFORT: Final = 0.3  # of the search; a few seconds on two cores
+_ATTEMPTS: Final = 4  # searched plans that are measured at most
 _BUDGET_SHARE: Final = 0.5  # of the step left alone
 _ABOVE_SMALLEST: Final = 1.05
 _DEVICE_SIZE_BYTES: Final = 14 * 2**30  # what the size "device" needs left alone, with a margin
@@ -134,7 +135,11 @@ def fitting_size() -> str:
     return "device" if free_bytes >= _DEVICE_SIZE_BYTES else "host"
 
 
-def _built(size: DemoSize) -> tuple[LanguageModel, Callable[[], float]]:
+def _nothing() -> None:
+    """Steps are not counted."""
+
+
+def _built(size: DemoSize, on_step: Callable[[], None]) -> tuple[LanguageModel, Callable[[], float]]:
     device = torch.device("cuda" if has_accelerator() else "cpu")
     torch.set_num_threads(max(1, os.cpu_count() or 1))
     torch.manual_seed(0)
@@ -152,6 +157,7 @@ def _built(size: DemoSize) -> tuple[LanguageModel, Callable[[], float]]:
         model.zero_grad(set_to_none=False)
         loss = model(ids)
         loss.backward()
+        on_step()
         return loss.detach()  # type: ignore[no-any-return]
 
     return model, step
@@ -172,39 +178,38 @@ class DemoPlan:
     plan: Plan
 
 
-def plan_demo(size: DemoSize, *, budget: str | None, disk_path: str, alone: StepRecord) -> DemoPlan:
+def plan_demo(
+    size: DemoSize, *, budget: str | None, disk_path: str, alone: StepRecord, on_step: Callable[[], None] = _nothing
+) -> DemoPlan:
     """Profile the demo's step and plan it for ``budget``; None: half of what it takes left alone, or what can be had.
 
-    ``alone`` is the step left alone as it ran for itself: the simulated accelerator slows every op, and does not see what
-    a process holds beside its tensors.
+    ``alone`` is the step left alone as it ran for itself. Without an accelerator the plan is fitted here; with one, where it
+    is trained.
     """
-    model, step = _built(size)
+    model, step = _built(size, on_step)
     if has_accelerator():
         _configure(size, disk_path)
         profile = profile_memory(model, step, steps=2)
-    else:
-        with simulated_accelerator(timing="eager", **size.small_settings()):
-            profile = profile_memory(model, step, steps=1)
-        speed = disk_speed(disk_path)
-        profile = dataclasses.replace(
-            profile,
-            link=Link(
-                out_bytes_per_second=speed.write_bytes_per_second, in_bytes_per_second=speed.read_bytes_per_second
-            ),
-            far=dataclasses.replace(profile.far, host_bytes=speed.free_bytes // 2),
-        )
-        measured = dataclasses.replace(
-            profile.measured, step_seconds=alone.step_seconds, peak_bytes=alone.model_peak_bytes
-        )
-        profile = dataclasses.replace(profile, measured=measured)
+        return DemoPlan(profile=profile, plan=_first_plan(profile, budget))
+    resident = profile_resident(
+        model, step, settings=size.small_settings(), disk_path=disk_path, peak_bytes=alone.model_peak_bytes
+    )
+    plan = _first_plan(resident.profile, budget)
+    return DemoPlan(
+        profile=resident.profile, plan=fit_resident(model, step, resident, plan, attempts=_ATTEMPTS, steps=1)
+    )
+
+
+def _first_plan(profile: Profile, budget: str | None) -> Plan:
+    """For the budget that was asked for; for the default one, or a little more than the smallest peak."""
     if budget is not None:
-        return DemoPlan(profile=profile, plan=plan_memory(profile, budget, effort=_EFFORT))
+        return plan_memory(profile, budget, effort=_EFFORT)
     half = int(profile.measured.peak_bytes * _BUDGET_SHARE)
     try:
-        return DemoPlan(profile=profile, plan=plan_memory(profile, half, effort=_EFFORT))
+        return plan_memory(profile, half, effort=_EFFORT)
     except BudgetTooSmallError as error:
         least = int((error.smallest_peak_bytes or half) * _ABOVE_SMALLEST)
-        return DemoPlan(profile=profile, plan=plan_memory(profile, least, effort=_EFFORT))
+        return plan_memory(profile, least, effort=_EFFORT)
 
 
 class _Ledger:
@@ -227,16 +232,30 @@ class _Ledger:
         return self._fingerprint.hexdigest()
 
 
-def train(way: str, size: DemoSize, *, disk_path: str, steps: int, planned: DemoPlan | None = None) -> StepRecord:
+def train(
+    way: str,
+    size: DemoSize,
+    *,
+    disk_path: str,
+    steps: int,
+    on_step: Callable[[], None] = _nothing,
+    planned: DemoPlan | None = None,
+) -> StepRecord:
     """A few steps in this process, in one way."""
     _configure(size, disk_path)
     process = {} if has_accelerator() else {PROCESS_PART: resident_bytes()}
-    model, step = _built(size)
+    model, step = _built(size, on_step)
     blocks = find_observed_blocks(model)
     plan = None if planned is None else planned.plan
     if planned is not None and has_accelerator():
         fitted = fit_memory(
-            model, step, planned.plan.budget_bytes, profile=planned.profile, plan=planned.plan, attempts=3, steps=2
+            model,
+            step,
+            planned.plan.budget_bytes,
+            profile=planned.profile,
+            plan=planned.plan,
+            attempts=_ATTEMPTS,
+            steps=2,
         )
         plan = planned.plan = fitted.plan
         fitted.remove()
@@ -252,18 +271,35 @@ def train(way: str, size: DemoSize, *, disk_path: str, steps: int, planned: Demo
     )
 
 
-def time_in_turns(size: DemoSize, *, disk_path: str, rounds: int, plan: Plan) -> dict[str, list[float]]:
-    """Seconds of a step in every way, in this process. Each way runs once in every round: a slow minute affects all of them."""
+@dataclasses.dataclass(kw_only=True)
+class TurnTimes:
+    """What a step took in every way, in rounds in which the ways took turns."""
+
+    seconds: dict[str, list[float]]
+    processor_seconds: dict[str, list[float]]  # empty on an accelerator, whose time is its own
+
+
+def time_in_turns(
+    size: DemoSize, *, disk_path: str, rounds: int, plan: Plan, on_step: Callable[[], None] = _nothing
+) -> TurnTimes:
+    """Times in this process. Each way runs once in every round: a slow minute affects all of them."""
     _configure(size, disk_path)
-    model, step = _built(size)
+    model, step = _built(size, on_step)
     blocks = find_observed_blocks(model)
     observer = StepObserver(model, step, blocks)
     seconds: dict[str, list[float]] = {way: [] for way in DEMO_WAYS}
+    processor: dict[str, list[float]] = {} if has_accelerator() else {way: [] for way in DEMO_WAYS}
     for _ in range(rounds):
         for way in DEMO_WAYS:
             with in_one_way(model, blocks, way, plan if way == "auto" else None):
-                seconds[way].append(observer.time_one())
-    return seconds
+                if has_accelerator():
+                    seconds[way].append(observer.time_one())
+                    continue
+                step()
+                took = timed(step)
+                seconds[way].append(took.wall)
+                processor[way].append(took.processor)
+    return TurnTimes(seconds=seconds, processor_seconds=processor)
 
 
 def settings_in_words(size: DemoSize, disk_path: str) -> dict[str, str]:
