@@ -1,8 +1,8 @@
 """The demo's trials: a small language model, trained a few steps in one way, in a process of its own.
 
 With an accelerator the device's memory is what counts and swapped values go to pinned host memory. Without one the device
-is RAM and far memory is a file: the planner then works on the simulated accelerator, which counts the same bytes, and its
-link is the disk, measured here. A framework gives the model and says how its memory on a host can be read.
+is RAM and far memory is a file, and plans are fitted to the memory of this process; where a framework keeps the RAM that its
+tensors give back, the simulated accelerator counts their bytes. A framework gives the model and says how its memory can be read.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from hyper_parallel.backends.machine import disk_speed
 from hyper_parallel.backends.planning.module_tree import Module
 from hyper_parallel.backends.step_observation.framework import ObservedFramework
 from hyper_parallel.backends.step_observation.gradients import FirstGradients, add_gradients
+from hyper_parallel.backends.step_observation.host_clock import timed
 from hyper_parallel.backends.step_observation.host_memory import resident_bytes
 from hyper_parallel.backends.step_observation.step_observer import StepObserver, find_observed_blocks
 from hyper_parallel.backends.step_observation.ways import WAYS, in_one_way
@@ -36,10 +37,11 @@ from hyper_parallel.planner.totals import op_totals
 from hyper_parallel.records.run_record import PROCESS_PART, StepRecord
 from hyper_parallel.simulation.accelerator import simulated_accelerator
 
-__all__ = ["DEMO_WAYS", "SIZES", "DemoFramework", "DemoPlan", "DemoSize", "DemoTraining", "demo_training"]
+__all__ = ["DEMO_WAYS", "SIZES", "DemoFramework", "DemoPlan", "DemoSize", "DemoTraining", "TurnTimes", "demo_training"]
 
 DEMO_WAYS: Final = ("none", "recompute", "swap", "auto")
 _EFFORT: Final = 0.3  # of the search; a few seconds on two cores
+_ATTEMPTS: Final = 4  # searched plans that are measured at most
 _BUDGET_SHARE: Final = 0.5  # of the step left alone
 _ABOVE_SMALLEST: Final = 1.05
 
@@ -88,6 +90,25 @@ class DemoFramework(Protocol):
     def fitting_size(self) -> str:
         """The largest size that this machine can also train left alone."""
 
+    def num_threads(self) -> int | None:
+        """How many threads of the host compute; None: it is not known."""
+
+    def plan_resident(
+        self,
+        model: Module,
+        step: Callable[[], Any],
+        size: DemoSize,
+        *,
+        disk_path: str,
+        peak_bytes: int,
+        first_plan: Callable[[Profile], Plan],
+        attempts: int,
+    ) -> tuple[Profile, Plan]:
+        """The step's profile, and a plan fitted to the memory of this process; asked where ``frees_host_memory``.
+
+        ``peak_bytes``: of the model, as the step left alone came to in a process of its own.
+        """
+
     def built(self, size: DemoSize) -> tuple[Module, Callable[[], Any]]:
         """The model, the same in every process, and its step: one forward and backward."""
 
@@ -103,11 +124,24 @@ class DemoPlan:
     plan: Plan
 
 
+@dataclasses.dataclass(kw_only=True)
+class TurnTimes:
+    """What a step took in every way, in rounds in which the ways took turns."""
+
+    seconds: dict[str, list[float]]
+    processor_seconds: dict[str, list[float]]  # empty where it is not known, or an accelerator computes
+
+
+def _nothing() -> None:
+    """Steps are not counted."""
+
+
 class DemoTraining:
     """The demo of one framework."""
 
-    def __init__(self, framework: DemoFramework) -> None:
+    def __init__(self, framework: DemoFramework, on_step: Callable[[], None] = _nothing) -> None:
         self.framework = framework
+        self._on_step = on_step
         self.sizes = framework.sizes
         self._observed = framework.observed
 
@@ -125,6 +159,16 @@ class DemoTraining:
         """The size of this name; None: the largest that fits."""
         return self.sizes[name or self.framework.fitting_size()]
 
+    def _built(self, size: DemoSize) -> tuple[Module, Callable[[], Any]]:
+        model, step = self.framework.built(size)
+
+        def counted() -> Any:
+            result = step()
+            self._on_step()
+            return result
+
+        return model, counted
+
     def _configure(self, size: DemoSize, disk_path: str) -> None:
         if not self.framework.has_accelerator():
             configure(tiers="disk", disk_path=disk_path, **size.small_settings())
@@ -134,34 +178,35 @@ class DemoTraining:
     def plan_demo(self, size: DemoSize, *, budget: str | None, disk_path: str, alone: StepRecord) -> DemoPlan:
         """Profile the demo's step and plan it for ``budget``; None: half of what it takes left alone, or what can be had.
 
-        ``alone`` is the step left alone as it ran for itself: the simulated accelerator slows every op, and does not see what
-        a process holds beside its tensors.
+        ``alone`` is the step left alone as it ran for itself. Where RAM is the device the plan is fitted here; else where it
+        is trained.
         """
-        model, step = self.framework.built(size)
+        model, step = self._built(size)
+        if self.counts_resident_memory:
+            profile, fitted = self.framework.plan_resident(
+                model,
+                step,
+                size,
+                disk_path=disk_path,
+                peak_bytes=alone.model_peak_bytes,
+                first_plan=functools.partial(_first_plan, budget=budget),
+                attempts=_ATTEMPTS,
+            )
+            return DemoPlan(profile=profile, plan=fitted)
         corrections = None
         if self.framework.has_accelerator():
             self._configure(size, disk_path)
             profile = profile_memory(model, step, steps=2)
         else:
             profile = self._profile_on_host(size, disk_path, alone, model, step)
-            if self.counts_simulated_memory:
-                corrections = _of_real_time(profile.measured.step_seconds, alone.step_seconds)
-        plan = functools.partial(plan_memory, profile, corrections=corrections, effort=_EFFORT)
-        if budget is not None:
-            return DemoPlan(profile=profile, plan=plan(budget))
-        half = int(profile.measured.peak_bytes * _BUDGET_SHARE)
-        try:
-            return DemoPlan(profile=profile, plan=plan(half))
-        except BudgetTooSmallError as error:
-            least = int((error.smallest_peak_bytes or half) * _ABOVE_SMALLEST)
-            return DemoPlan(profile=profile, plan=plan(least))
+            corrections = _of_real_time(profile.measured.step_seconds, alone.step_seconds)
+        return DemoPlan(profile=profile, plan=_first_plan(profile, budget, corrections))
 
     def _profile_on_host(
         self, size: DemoSize, disk_path: str, alone: StepRecord, model: Module, step: Callable[[], Any]
     ) -> Profile:
-        seconds = alone.step_seconds
-        if self.counts_simulated_memory:
-            seconds = StepObserver(self._observed, model, step, find_observed_blocks(self._observed, model)).time_one()
+        """The simulated accelerator slows every op, and does not see what a process holds beside its tensors."""
+        seconds = StepObserver(self._observed, model, step, find_observed_blocks(self._observed, model)).time_one()
         with simulated_accelerator(timing="eager", **size.small_settings()):
             profile = profile_memory(model, step, steps=1)
         speed = disk_speed(disk_path)
@@ -179,7 +224,7 @@ class DemoTraining:
         """A few steps in this process, in one way."""
         self._configure(size, disk_path)
         process = {PROCESS_PART: resident_bytes()} if self.counts_resident_memory else {}
-        model, step = self.framework.built(size)
+        model, step = self._built(size)
         blocks = find_observed_blocks(self._observed, model)
         plan = None if planned is None else planned.plan
         with self._counted(size), contextlib.ExitStack() as stack:
@@ -203,7 +248,13 @@ class DemoTraining:
         """The plan, corrected until its measured peak fits. On the simulated device one that cannot is returned as it was."""
         try:
             fitted = fit_memory(
-                model, step, planned.plan.budget_bytes, profile=planned.profile, plan=planned.plan, attempts=3, steps=2
+                model,
+                step,
+                planned.plan.budget_bytes,
+                profile=planned.profile,
+                plan=planned.plan,
+                attempts=_ATTEMPTS,
+                steps=2,
             )
         except BudgetTooSmallError:
             if self.framework.has_accelerator():
@@ -218,26 +269,34 @@ class DemoTraining:
             return contextlib.nullcontext()
         return simulated_accelerator(timing="eager", **size.small_settings())
 
-    def time_in_turns(self, size: DemoSize, *, disk_path: str, rounds: int, plan: Plan) -> dict[str, list[float]]:
-        """Seconds of a step in every way, in this process. Each way runs once in every round: a slow minute affects all.
+    def time_in_turns(self, size: DemoSize, *, disk_path: str, rounds: int, plan: Plan) -> TurnTimes:
+        """What a step takes in every way, in this process. Each way runs once in every round: a slow minute affects all.
 
         The gradients of each way's first step are compared here too: on a host this is the run that uses the disk.
         """
         self._configure(size, disk_path)
-        model, step = self.framework.built(size)
+        model, step = self._built(size)
         blocks = find_observed_blocks(self._observed, model)
         observer = StepObserver(self._observed, model, step, blocks)
+        threads = None if self.framework.has_accelerator() else self.framework.num_threads()
         seconds: dict[str, list[float]] = {way: [] for way in DEMO_WAYS}
+        processor: dict[str, list[float]] = {} if threads is None else {way: [] for way in DEMO_WAYS}
         gradients = {way: FirstGradients(self._observed, model) for way in DEMO_WAYS}
         for _ in range(rounds):
             for way in DEMO_WAYS:
                 with in_one_way(self._observed, model, blocks, way, plan if way == "auto" else None):
-                    seconds[way].append(observer.time_one(after=gradients[way]))
+                    if threads is None:
+                        seconds[way].append(observer.time_one(after=gradients[way]))
+                        continue
+                    gradients[way](step())
+                    took = timed(step, threads)
+                    seconds[way].append(took.wall)
+                    processor[way].append(took.processor)
         expected = gradients[DEMO_WAYS[0]].fingerprint
         wrong = [way for way in DEMO_WAYS if gradients[way].fingerprint != expected]
         if wrong:
             raise HyperParallelError(f"the gradients of {', '.join(wrong)} differ from those of {DEMO_WAYS[0]}")
-        return seconds
+        return TurnTimes(seconds=seconds, processor_seconds=processor)
 
     def settings_in_words(self, size: DemoSize, disk_path: str) -> dict[str, str]:
         """The settings that the demo runs under."""
@@ -246,6 +305,18 @@ class DemoTraining:
         return {
             field.name: show_setting(field.name, getattr(config, field.name)) for field in dataclasses.fields(config)
         }
+
+
+def _first_plan(profile: Profile, budget: str | None, corrections: Corrections | None = None) -> Plan:
+    """For the budget that was asked for; for the default one, or a little more than the smallest peak."""
+    plan = functools.partial(plan_memory, profile, corrections=corrections, effort=_EFFORT)
+    if budget is not None:
+        return plan(budget)
+    half = int(profile.measured.peak_bytes * _BUDGET_SHARE)
+    try:
+        return plan(half)
+    except BudgetTooSmallError as error:
+        return plan(int((error.smallest_peak_bytes or half) * _ABOVE_SMALLEST))
 
 
 def _of_real_time(real_seconds: float, simulated_seconds: float) -> Corrections:
@@ -274,6 +345,6 @@ class _Ledger:
         return self._fingerprint.hexdigest()
 
 
-def demo_training() -> DemoTraining:
-    """The demo of the framework in use."""
-    return DemoTraining(importlib.import_module(f"hyper_parallel.backends.{framework_in_use()}.demo").DEMO)
+def demo_training(on_step: Callable[[], None] = _nothing) -> DemoTraining:
+    """The demo of the framework in use. ``on_step`` is called after every step."""
+    return DemoTraining(importlib.import_module(f"hyper_parallel.backends.{framework_in_use()}.demo").DEMO, on_step)

@@ -12,8 +12,6 @@ import time
 from collections.abc import Iterator
 from typing import Final
 
-import numpy as np
-
 from hyper_parallel.errors import DiskTierError
 
 __all__ = ["Accelerator", "DiskSpeed", "disk_speed", "memory_copy_bytes_per_second"]
@@ -50,6 +48,8 @@ class DiskSpeed:
 
 def memory_copy_bytes_per_second() -> float:
     """A copy from RAM to RAM, one thread: what a host's "link" is."""
+    import numpy as np  # takes long, and few commands copy
+
     source = np.ones(_COPY_PROBE_BYTES, dtype=np.uint8)
     target = np.zeros_like(source)
     times = []

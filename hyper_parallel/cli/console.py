@@ -18,7 +18,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
-__all__ = ["Console"]
+from hyper_parallel.cli.time_left import TimeLeft, in_words
+
+__all__ = ["Console", "Progress"]
 
 
 class Console:
@@ -80,33 +82,75 @@ class Console:
             speaker.join()
 
     @contextlib.contextmanager
-    def progress(
-        self, what: str, total: int, *, shares: Sequence[float] | None = None
-    ) -> Iterator[Callable[[str], None]]:
-        """A bar with an estimate. The yielded function says what comes next, and that the thing before is done.
+    def progress(self, what: str, total: int, *, shares: Sequence[float] | None = None) -> Iterator[Progress]:
+        """A bar with an estimate; see :class:`Progress`.
 
         ``shares``: about how long each part takes, beside the others. Without them nothing is said of the time that is
         left: parts that differ by a factor of ten would make it a guess.
         """
+        progress = Progress(total, shares, self.note)
         if self._has_rich and sys.stderr.isatty():
-            with _rich_progress(what, total, shares) as advance_bar:
-                yield advance_bar
-            return
-        started, done = time.monotonic(), 0
-
-        def advance(text: str) -> None:
-            nonlocal done
-            spent = time.monotonic() - started
-            times = [f"{spent:.0f} s so far"] if spent >= 1 else []
-            if done and shares is not None:
-                times.append(f"{_rounded(spent / sum(shares[:done]) * sum(shares[done:]))} left")
-            shown = f" ({', '.join(times)})" if times else ""
-            self.note(f"[{min(done + 1, total)}/{total}] {text}{shown}")
-            done += 1
-
-        yield advance
+            with _rich_bar(what, progress):
+                yield progress
+        else:
+            yield progress
 
 
+class Progress:
+    """What a command does now, and about how long it will still take.
+
+    A call says which part comes next, and that the part before is done; ``reach`` says how much of the part is. What is left
+    of the share of a part that told this, and ended sooner, is taken from the whole.
+    """
+
+    def __init__(self, total: int, shares: Sequence[float] | None, note: Callable[[str], None]) -> None:
+        self._total = total
+        self._shares = shares or [1.0] * total
+        self._note = note
+        self._started = self._said = time.monotonic()
+        self._left = None if shares is None else TimeLeft(sum(shares), self._started)
+        self._text = ""
+        self._began = 0
+        self._part: float | None = None  # of the share of the part that runs; None: it does not tell
+        self._before = 0.0  # done in the parts that are over
+        self.show: Callable[[str, float], None] | None = None  # a bar that takes words and the share that is done
+
+    def __call__(self, text: str) -> None:
+        """This part begins."""
+        if self._began:
+            share = self._shares[self._began - 1]
+            done = share if self._part is None else self._part
+            self._before += done
+            if self._left is not None:
+                self._left.shrink(share - done)
+                self._left.reach(self._before, time.monotonic())
+        self._text, self._began, self._part = text, min(self._began + 1, self._total), None
+        self._say()
+
+    def reach(self, share: float) -> None:
+        """So much of this part is done, between 0 and 1."""
+        self._part = min(max(share, 0.0), 1.0) * self._shares[self._began - 1]
+        if self._left is not None:
+            self._left.reach(self._before + self._part, time.monotonic())
+        if self.show is not None or time.monotonic() - self._said >= _AGAIN_S:
+            self._say()
+
+    def _say(self) -> None:
+        now = self._said = time.monotonic()
+        spent = now - self._started
+        times = [f"{spent:.0f} s so far"] if spent >= 1 else []
+        left = None if self._left is None else self._left.seconds(now)
+        if left is not None:
+            times.append(f"{in_words(left)} left")
+        shown = f" ({', '.join(times)})" if times else ""
+        line = f"[{self._began}/{self._total}] {self._text}{shown}"
+        if self.show is None:
+            self._note(line)
+        else:
+            self.show(line, (self._began - 1) / self._total)
+
+
+_AGAIN_S: Final = 20.0  # without a bar: after so long a line says again how far it is
 _WIDE: Final = 100  # from here on a table that does not fit is folded, below it is written one row after the other
 
 
@@ -130,13 +174,6 @@ def stacked_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]
         cells = ", ".join(f"{head} {cell}".lstrip() for head, cell in zip(heads[1:], row[1:]) if cell)
         lines += textwrap.wrap(cells, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     return "\n".join(lines)
-
-
-def _rounded(seconds: float) -> str:
-    """An estimate for a person, no finer than it is good."""
-    if seconds < 10:
-        return "a few seconds"
-    return f"about {round(seconds, -1):.0f} s" if seconds < 90 else f"about {seconds / 60:.0f} min"
 
 
 def plain_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[int]) -> str:
@@ -171,34 +208,13 @@ def _style(cell: str) -> str:
 
 
 @contextlib.contextmanager
-def _rich_progress(what: str, total: int, shares: Sequence[float] | None) -> Iterator[Callable[[str], None]]:
+def _rich_bar(what: str, progress: Progress) -> Iterator[None]:
     from rich.console import Console as RichConsole
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        ProgressColumn,
-        SpinnerColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import BarColumn, SpinnerColumn, TextColumn
+    from rich.progress import Progress as RichProgress
 
-    columns: list[ProgressColumn] = [
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-    ]
-    if shares is not None:
-        columns += [TimeRemainingColumn()]
-    parts = list(shares) if shares is not None else [1.0] * total
-    with Progress(*columns, console=RichConsole(stderr=True), transient=True) as progress:
-        task = progress.add_task(what, total=sum(parts))
-        done = 0
-
-        def advance(text: str) -> None:
-            nonlocal done
-            progress.update(task, description=text, completed=sum(parts[:done]))
-            done += 1
-
-        yield advance
+    columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.description}", markup=False))
+    with RichProgress(*columns, console=RichConsole(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=1.0)
+        progress.show = lambda line, done: bar.update(task, description=line, completed=done)
+        yield

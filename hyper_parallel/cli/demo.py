@@ -15,9 +15,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,11 +29,12 @@ from typing import Any, Final
 
 from hyper_parallel._version import __version__
 from hyper_parallel.backends.demo_training import SIZES, DemoPlan, DemoTraining, demo_training
-from hyper_parallel.cli.console import Console
+from hyper_parallel.cli.console import Console, Progress
 from hyper_parallel.cli.factory import positive
 from hyper_parallel.cli.failures import CommandError, UsageError
 from hyper_parallel.cli.framework import add_platform_argument, not_chosen, require_framework
 from hyper_parallel.cli.report import show_run
+from hyper_parallel.cli.steps_done import add_step, watched_steps
 from hyper_parallel.config import show_bytes
 from hyper_parallel.errors import BudgetTooSmallError
 from hyper_parallel.planner.budget import check_budget
@@ -50,20 +53,27 @@ __all__ = ["add_arguments", "run"]
 
 _PLAN: Final = "plan"
 _TIMES: Final = "times"
-_STAGES: Final[Mapping[str, tuple[str, float]]] = {  # in order: what is said of each, and its share of the time
-    "none": ("training: none", 1.0),
-    _PLAN: ("profiling and planning", 2.0),
-    "recompute": ("training: recompute", 1.0),
-    "swap": ("training: swap", 1.0),
-    "auto": ("training: auto", 1.0),
-    _TIMES: ("timing: the four ways in turns", 1.5),
+_STAGES: Final[Mapping[str, str]] = {  # in order: what is said of each
+    "none": "training: none",
+    _PLAN: "profiling and planning",
+    "recompute": "training: recompute",
+    "swap": "training: swap",
+    "auto": "training: auto",
+    _TIMES: "timing: the four ways in turns",
 }
+_START_STEPS: Final = 3  # how many steps a process takes to start
+_PLAN_STEPS: Final = 25  # about as many are run to profile and plan
 _WAYS: Final = ("none", "recompute", "swap", "auto")
 _TIME_LIMIT_S: Final = 900
 _EFFORT: Final = 0.3  # of a second search
 _ABOVE_SMALLEST: Final = 1.1
-_OBSERVED_STEPS: Final = 2  # of each way, in a process of its own, for its memory
+_PROCESSOR: Final = "processor time of a step"
+_STEPS_FILE: Final = "steps-done"
+_WARMUP_STEPS: Final = 1
+_OBSERVED_STEPS: Final = 1  # of each way, in a process of its own, for its memory
 # Large blocks return to the system when they are freed, so that the memory of the process is that of its tensors.
+# Threads that wait take no processor time, so that processor time is that of work.
+_WAITING: Final[Mapping[str, str]] = {"OMP_WAIT_POLICY": "PASSIVE"}
 _ALLOCATOR: Final[Mapping[str, str]] = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
 _SAME_SUMS: Final[Mapping[str, str]] = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # matrix products that can be repeated
 
@@ -80,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--disk-path", metavar="DIR", help="where swapped values go on machines without a GPU")
     parser.add_argument("--size", choices=tuple(SIZES), help="how large a model; chosen by the machine by default")
     add_platform_argument(parser)
+    parser.add_argument("--steps-file", type=Path, help=argparse.SUPPRESS)  # gets a byte for every step
     parser.add_argument("--one", choices=(*_STAGES,), help=argparse.SUPPRESS)  # one way, in this very process
 
 
@@ -99,12 +110,13 @@ def run(args: argparse.Namespace, console: Console) -> int:
         _run_one(args, folder)
         return 0
     with tempfile.TemporaryDirectory(prefix="hyper-parallel-", dir=args.disk_path) as disk:
-        with console.progress("demo", len(_STAGES), shares=[share for _, share in _STAGES.values()]) as advance:
-            for stage, (words, _) in _STAGES.items():
-                advance(words)
-                _run_apart(framework, stage, args, folder, disk)
+        shares = [_START_STEPS + _steps_of(stage, args) for stage in _STAGES]
+        with console.progress("demo", len(_STAGES), shares=shares) as progress:
+            for stage, words in _STAGES.items():
+                progress(words)
+                _run_watched(framework, stage, args, folder, disk, progress)
                 if stage == "auto" and _planned_again(args, folder):
-                    _run_apart(framework, stage, args, folder, disk)
+                    _run_watched(framework, stage, args, folder, disk, progress)
     record = _collected(args, folder)
     record.save(folder / "run.json")
     write_page(folder / "report.html", record)
@@ -142,10 +154,42 @@ def _story(record: RunRecord) -> list[str]:
             else f"{abs(change):.0%} {'slower' if change > 0 else 'faster'}"
         )
         lines.append(f"auto against {words}: {how}")
-    return lines
+    return [*lines, *(note for note in record.notes if note.startswith(_PROCESSOR))]
 
 
-def _run_apart(framework: str, stage: str, args: argparse.Namespace, folder: Path, disk: str) -> None:
+def _processor_notes(seconds: Mapping[str, Sequence[float]]) -> tuple[str, ...]:
+    """Processor time beside the plain step's, in every round: what can be said of a machine that others use too."""
+    if not seconds:
+        return ()
+    ratios = {way: [one / plain - 1 for one, plain in zip(seconds[way], seconds["none"])] for way in _WAYS[1:]}
+    shown = ", ".join(
+        f"{way} {statistics.median(found):+.0%} ({min(found):+.0%} to {max(found):+.0%})"
+        for way, found in ratios.items()
+    )
+    return (f"{_PROCESSOR} beside the plain one's, which other programs hardly change: {shown}",)
+
+
+def _steps_of(stage: str, args: argparse.Namespace) -> float:
+    """About how many steps a stage runs."""
+    one_way = _WARMUP_STEPS + _OBSERVED_STEPS + 1  # the last one is watched
+    by_stage: dict[str, float] = {_PLAN: _PLAN_STEPS, _TIMES: args.steps * len(_WAYS) * (_WARMUP_STEPS + 1)}
+    return by_stage.get(stage, float(one_way))
+
+
+def _run_watched(
+    framework: str, stage: str, args: argparse.Namespace, folder: Path, disk: str, progress: Progress
+) -> None:
+    steps = _steps_of(stage, args)
+
+    def tell(done: int) -> None:
+        progress.reach((_START_STEPS + min(done, steps)) / (_START_STEPS + steps))
+
+    file = Path(disk) / _STEPS_FILE
+    with watched_steps(file, tell):
+        _run_apart(framework, stage, args, folder, disk, file)
+
+
+def _run_apart(framework: str, stage: str, args: argparse.Namespace, folder: Path, disk: str, steps_file: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -157,11 +201,13 @@ def _run_apart(framework: str, stage: str, args: argparse.Namespace, folder: Pat
         str(folder),
         "--disk-path",
         disk,
+        "--steps-file",
+        str(steps_file),
     ]
     command += ["--steps", str(args.steps if stage == _TIMES else _OBSERVED_STEPS)]
     for name, value in (("--budget", args.budget), ("--size", args.size)):
         command += [name, value] if value is not None else []
-    environment = {**_ALLOCATOR, **_SAME_SUMS, **os.environ, HYPER_PARALLEL_PLATFORM: framework}
+    environment = {**_ALLOCATOR, **_WAITING, **_SAME_SUMS, **os.environ, HYPER_PARALLEL_PLATFORM: framework}
     try:
         finished = subprocess.run(command, capture_output=True, text=True, timeout=_TIME_LIMIT_S, env=environment)
     except subprocess.TimeoutExpired:
@@ -172,7 +218,7 @@ def _run_apart(framework: str, stage: str, args: argparse.Namespace, folder: Pat
 
 
 def _run_one(args: argparse.Namespace, folder: Path) -> None:
-    training = demo_training()
+    training = demo_training(functools.partial(add_step, args.steps_file))
     size = training.size(args.size)
     disk = args.disk_path or tempfile.gettempdir()
     if args.one == _PLAN:
@@ -183,8 +229,8 @@ def _run_one(args: argparse.Namespace, folder: Path) -> None:
         return
     if args.one == _TIMES:
         plan = Plan.load(folder / "plan.json")
-        seconds = training.time_in_turns(size, disk_path=disk, rounds=args.steps, plan=plan)
-        (folder / "times.json").write_text(json.dumps(seconds))
+        times = training.time_in_turns(size, disk_path=disk, rounds=args.steps, plan=plan)
+        (folder / "times.json").write_text(json.dumps(dataclasses.asdict(times)))
         return
     planned = None
     if args.one == "auto":
@@ -227,9 +273,9 @@ def _collected(args: argparse.Namespace, folder: Path) -> RunRecord:
     if not training.framework.has_accelerator():
         versions = dataclasses.replace(versions, device=f"CPU ({platform.machine()}, {os.cpu_count()} cores)")
         settings["disk_path"] = "a temporary directory"
-    seconds = json.loads((folder / "times.json").read_text())
-    steps = [StepRecord.load(folder / f"{way}.json").timed(seconds[way]) for way in _WAYS]
-    notes = _notes(training, steps)
+    times = json.loads((folder / "times.json").read_text())
+    steps = [StepRecord.load(folder / f"{way}.json").timed(times["seconds"][way]) for way in _WAYS]
+    notes = (*_notes(training, steps), *_processor_notes(times["processor_seconds"]))
     steps = [
         step.without_process() for step in steps
     ]  # the budget is about the model's own memory: peaks and curves are too
@@ -262,7 +308,7 @@ def _notes(training: DemoTraining, steps: Sequence[StepRecord]) -> tuple[str, ..
         return ()
     process = show_bytes(max(step.process_bytes for step in steps))
     return (
-        "planned on the simulated accelerator: a CPU has no allocator to ask",
+        "bytes of single values were counted on the simulated accelerator; plans were measured on this machine",
         f"the {process} that Python and torch take without a model are left out of all figures",
     )
 

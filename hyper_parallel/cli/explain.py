@@ -100,7 +100,8 @@ def _show_regions(plan: Plan, step: StepRecord | None, console: Console) -> None
 _MEASURE: Final = (
     "Every value is compared by one measure: what making it again costs, in ms for each GiB of its memory. The higher, the "
     "sooner it is saved or swapped; the lower, the sooner it is made again. The planner tries whole combinations, and a value "
-    "that others need is made again with them, so single values can be out of this order."
+    "that others need is made again with them, so single values can be out of this order. Values that no backward reads are "
+    "neither kept nor made again, and are left out."
 )
 
 
@@ -160,7 +161,7 @@ def _show_decisions(plan: Plan, console: Console) -> None:
                 console.say(f"{where}: not replayed; whatever it saves for backward is swapped")
                 continue
             title = f"{where}: input {_FATE_WORDS[region.input_fate]}"
-            ops = sorted(region.ops, key=lambda op: -op.price_ms_per_gib)
+            ops = sorted((op for op in region.ops if op.is_needed), key=lambda op: -op.price_ms_per_gib)
             rows = [
                 [
                     f"{op.module}::{op.name}#{op.occurrence}",

@@ -177,6 +177,10 @@ class KindAnalysis:
         with_it = self.needed(region, {*there, at})[0]
         return frozenset(self.needed(region, there)[0]).difference(with_it)
 
+    def is_ever_replayed(self, region: CutRegion, at: int) -> bool:
+        """Whether a replay of the region that keeps nothing runs op ``at``: something in backward reads what it makes."""
+        return at in self.needed(region, ())[0] if self.kind.runs_from_tape else at < self.replay_stop(region)
+
     def seconds_of(self, ops: Iterable[int]) -> float:
         """What a replay of these ops takes."""
         return sum(self.replay_seconds[at] for at in ops)

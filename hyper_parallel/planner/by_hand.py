@@ -15,7 +15,7 @@ from hyper_parallel.planner.block_trace import LEFT_ALONE, Choice
 from hyper_parallel.planner.profile import BlockKind, Profile
 from hyper_parallel.planner.rules import INPUT, PRESETS, RuleSet
 
-__all__ = ["RECOMPUTED", "RECOMPUTED_SWAPPED", "choices_by_hand"]
+__all__ = ["RECOMPUTED", "RECOMPUTED_SWAPPED", "choices_by_hand", "swapped_choices"]
 
 RECOMPUTED: Final = "every block recomputed"
 RECOMPUTED_SWAPPED: Final = "every block recomputed, its inputs swapped"  # the preset "boundary"
@@ -42,6 +42,25 @@ def choices_by_hand(profile: Profile) -> dict[str, tuple[Choice, ...]]:
         if tuple(choices) not in found.values():
             found[name] = tuple(choices)
     return found
+
+
+def swapped_choices(profile: Profile) -> tuple[Choice, ...]:
+    """About what a swap of whole blocks comes to: regions whose inputs leave, and every value that backward reads.
+
+    A replay of such a region runs only ops whose outputs cannot be kept, which a block that is swapped as a whole does not.
+    """
+    found = []
+    for at in range(len(profile.blocks)):
+        kind = profile.kind_of(at)
+        plain = _recomputed(kind)
+        fates = tuple(
+            (Fate.SWAP if op.output_bytes >= profile.engine.min_bytes else Fate.SAVE)
+            if op.kept_bytes and op.is_keepable
+            else Fate.RECOMPUTE
+            for op in kind.ops
+        )
+        found.append(Choice(plain.cut, (Fate.SWAP,) * len(plain.inputs), fates))
+    return tuple(found)
 
 
 def _whole(kind: BlockKind) -> int:

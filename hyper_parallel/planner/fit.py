@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Final, TypeAlias, TypeVar, cast
 
 from hyper_parallel.errors import BudgetTooSmallError
-from hyper_parallel.planner.backend import AppliedPlan, Model, Step, planner_backend
+from hyper_parallel.planner.backend import AppliedPlan, Model, PlannerBackend, Step, planner_backend
 from hyper_parallel.planner.budget import agreed_budget, check_budget, is_share
 from hyper_parallel.planner.fit_progress import FitProgress
 from hyper_parallel.planner.plan import Plan
@@ -29,10 +30,10 @@ from hyper_parallel.planner.ranks import OneProcess, World, together, worst_of
 from hyper_parallel.planner.refusal import refused
 from hyper_parallel.planner.search_workers import SearchWorkers, idle_cores
 from hyper_parallel.planner.shared_link import measured_together, with_shared_rates
-from hyper_parallel.planner.simple_plans import RECOMPUTED, SWAPPED, SimplePlan, as_measured, simple_plan, simple_plans
+from hyper_parallel.planner.simple_plans import RECOMPUTED, SimplePlan, as_measured, simple_plan, simple_plans
 from hyper_parallel.records.step_measure import StepMeasure
 
-__all__ = ["apply_plan", "fit_memory", "profile_memory", "worst_of"]
+__all__ = ["apply_plan", "fit_memory", "fit_with_backend", "profile_memory", "worst_of"]
 
 _AS_FAST: Final = 1.005
 _MUCH_FASTER: Final = 1.01  # a simple plan that is this much faster takes the place of a searched one
@@ -149,6 +150,28 @@ def fit_memory(
     )
 
 
+def fit_with_backend(
+    backend: PlannerBackend,
+    model: Model,
+    step: Step,
+    budget_bytes: int,
+    *,
+    profile: Profile,
+    plan: Plan,
+    tolerance: float = 0.03,
+    attempts: int,
+    steps: int,
+    clock: Callable[[], float],
+) -> AppliedPlan:
+    """``fit_memory`` where another backend than the platform's measures: resident memory in place of a device's.
+
+    ``clock``: the one that the backend measures steps by; what the fit may take is counted by it too.
+    """
+    fit = _Fit(model, step, budget_bytes, None, profile, tolerance, attempts, steps, backend, clock)
+    fit.first_plan = plan
+    return fit.run()
+
+
 class _Fit:
     """One search for a plan that holds."""
 
@@ -162,6 +185,8 @@ class _Fit:
         tolerance: float,
         attempts: int,
         steps: int,
+        backend: PlannerBackend | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.model = model
         self.step = step
@@ -172,7 +197,7 @@ class _Fit:
         self.attempts = attempts
         self.steps = steps
         self.first_plan: Plan | None = None
-        self.backend = planner_backend()
+        self.backend = backend or planner_backend()
         self.world: World = self.backend.world() or OneProcess()
         self.trials = PlanTrials(self.backend, self.world, model, step, budget, steps)
         self.misses = 0
@@ -181,7 +206,7 @@ class _Fit:
         self.planning: Planning | None = None
         self.tried: set[Hashable] = set()  # the decisions of the plans that were measured
         self.fitting: dict[Hashable, Found] = {}  # by decisions, those that kept the budget
-        self.progress = FitProgress(is_first_rank=self.world.rank == 0)
+        self.progress = FitProgress(is_first_rank=self.world.rank == 0, clock=clock)
         self.workers = SearchWorkers(idle_cores() if self.world.rank == 0 else 0)
 
     def run(self) -> AppliedPlan:
@@ -276,13 +301,13 @@ class _Fit:
     def _with_simple_plans(self, profile: Profile, best: Found | None) -> Found | None:
         """The better of what was found and of what a person would try by hand; measured peaks and times decide.
 
-        A way that the prediction rules out is not tried. Swapping whole blocks, which is not predicted, is tried only where
-        nothing else fits. Where time is simulated it decides nothing, and simple plans are tried only as long as nothing fits.
+        A way that the prediction rules out is not tried. Where time is simulated it decides nothing, and simple plans are
+        tried only as long as nothing fits.
         """
         if self.budget < profile.base.total:
             return best  # weights, gradients and states alone are more, under any plan
         for way in simple_plans(profile):
-            if best is not None and (way is SWAPPED or not _has_real_time(profile)):
+            if best is not None and not _has_real_time(profile):
                 break
             plan, ratio = self._simple_plan(profile, way)
             if decisions_of(plan) not in self.tried and not self._is_ruled_out(plan, way, best, ratio):

@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
@@ -34,9 +35,10 @@ _SECOND_SEARCH: Final = 0.3  # of what the first one takes: it starts from it
 class FitProgress:
     """One fit's clock and its line."""
 
-    def __init__(self, *, is_first_rank: bool) -> None:
+    def __init__(self, *, is_first_rank: bool, clock: Callable[[], float] = time.perf_counter) -> None:
         self._is_first_rank = is_first_rank
-        self._start = self._last = time.perf_counter()
+        self._clock = clock  # that steps are measured by too
+        self._start = self._last = clock()
         self._limit = math.inf
         self._longest_search = self._longest_trial = 0.0
         self._plans = 0
@@ -44,7 +46,7 @@ class FitProgress:
         self._on_terminal = is_first_rank and not is_off and sys.stderr is not None and sys.stderr.isatty()
 
     def __enter__(self) -> Self:
-        self._start = self._last = time.perf_counter()
+        self._start = self._last = self._clock()
         return self
 
     def __exit__(
@@ -60,16 +62,16 @@ class FitProgress:
         """
         if seconds is not None:
             self._limit = (MOST_SECONDS if seconds < 1 else MOST_STEPS * seconds) + MOST_COMPILED * compile_seconds
-        self._last = time.perf_counter()
+        self._last = self._clock()
 
     def is_time_over(self) -> bool:
         """Whether one more plan would end after the limit."""
         expected = _SECOND_SEARCH * self._longest_search + self._longest_trial
-        return time.perf_counter() - self._start + expected > self._limit
+        return self._clock() - self._start + expected > self._limit
 
     def begin_trial(self) -> None:
         """A plan was found, and is measured now."""
-        now = time.perf_counter()
+        now = self._clock()
         self._longest_search = max(self._longest_search, now - self._last)
         self._last = now
 
@@ -77,14 +79,14 @@ class FitProgress:
         """This is done now."""
         if not self._is_first_rank:
             return
-        line = f"fit_memory: {time.perf_counter() - self._start:.1f} s: {text}"
+        line = f"fit_memory: {self._clock() - self._start:.1f} s: {text}"
         _LOGGER.info("hyper_parallel: %s", line)
         if self._on_terminal:
             self._show(line)
 
     def say_measured(self, plan: Plan, measured: StepMeasure) -> None:
         """A plan was measured."""
-        now = time.perf_counter()
+        now = self._clock()
         self._longest_trial = max(self._longest_trial, now - self._last)
         self._last = now
         self._plans += 1

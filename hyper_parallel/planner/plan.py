@@ -39,6 +39,7 @@ class OpDecision:
     occurrence: int  # how many of this name and overload came before it *in the region*
     fate: Fate
     reason: str
+    is_needed: bool = True  # False: no backward reads it, and no replay makes it again
     price_ms_per_gib: float = 0.0  # of making it again; 0 in plans of versions that did not write it
     nbytes: int = 0
 

@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 from hyper_parallel.config import show_bytes
 from hyper_parallel.errors import BudgetTooSmallError
 from hyper_parallel.fates import Fate
-from hyper_parallel.planner.block_trace import LEFT_ALONE, Choice
+from hyper_parallel.planner.block_trace import LEFT_ALONE, Choice, KindAnalysis
 from hyper_parallel.planner.budget import parse_budget
 from hyper_parallel.planner.calibration import Calibration
 from hyper_parallel.planner.corrections import Corrections
@@ -26,7 +26,7 @@ from hyper_parallel.planner.step_simulator import StepSimulator
 from hyper_parallel.records.prediction import Prediction
 from hyper_parallel.records.step_measure import StepMeasure
 
-__all__ = ["Planning", "calibrated", "plan_memory", "untouched_prediction", "written_plan"]
+__all__ = ["Planning", "calibrated", "plan_memory", "prediction_of", "untouched_prediction", "written_plan"]
 
 Search: TypeAlias = Callable[[Solver, int, float], Answer]  # (solver, budget, effort)
 
@@ -188,7 +188,7 @@ def written_plan(solver: Solver, answer: Answer, budget: int, *, what_if: tuple[
         blocks=blocks,
         recipes=recipes,
         settings=answer.solution.settings,
-        predicted=_prediction(solver, answer),
+        predicted=prediction_of(solver, answer),
         untouched=untouched_prediction(solver),
         what_if=what_if,
         corrections=solver.simulator.corrections,
@@ -217,10 +217,11 @@ def calibrated(profile: Profile, budget: int) -> Corrections:
 
 def untouched_prediction(solver: Solver) -> Prediction:
     """The step left alone."""
-    return _prediction(solver, solver.untouched())
+    return prediction_of(solver, solver.untouched())
 
 
-def _prediction(solver: Solver, answer: Answer) -> Prediction:
+def prediction_of(solver: Solver, answer: Answer) -> Prediction:
+    """What an answer should come to, with the peak by its parts."""
     step = solver.simulator.explain(answer.solution.choices, answer.solution.settings)
     measured = solver.measured(answer.solution)
     if measured is not None:
@@ -260,7 +261,7 @@ def _what_if(solver: Solver, answer: Answer, budget: int) -> tuple[WhatIf, ...]:
 
 
 def _too_small(profile: Profile, solver: Solver, answer: Answer, budget: int) -> BudgetTooSmallError:
-    prediction = _prediction(solver, answer)
+    prediction = prediction_of(solver, answer)
     whole, made_of = shown_parts(prediction.peak_bytes, parts_with_base(profile, prediction.peak_parts))
     error = BudgetTooSmallError(
         f"plan_memory: {show_bytes(budget)} cannot hold this step; the smallest peak found is "
@@ -325,7 +326,7 @@ def _written(profile: Profile, answer: Answer) -> tuple[tuple[BlockPlan, ...], t
 
 
 def _block_reason(recipe: Recipe) -> str:
-    counts = Counter(op.fate for region in recipe.regions for op in region.ops)
+    counts = Counter(op.fate for region in recipe.regions for op in region.ops if op.is_needed)
     inputs = Counter(region.input_fate for region in recipe.regions)
     words = [f"{counts[fate]} {word}" for fate, word in _WORDS.items() if counts[fate]]
     swapped = f", {inputs[Fate.SWAP]} of {len(recipe.regions)} inputs swapped" if inputs[Fate.SWAP] else ""
@@ -339,13 +340,14 @@ _WORDS: Final = {Fate.SAVE: "saved", Fate.SWAP: "swapped", Fate.RECOMPUTE: "made
 
 def _recipe(profile: Profile, block: int, choice: Choice) -> Recipe:
     kind = profile.kind_of(block)
+    analysis = KindAnalysis(kind)
     regions = []
     for number, region in enumerate(kind.cuts[choice.cut].regions):
         regions.append(
             RegionPlan(
                 module=region.module,
                 input_fate=_input_fate(profile, block, region, choice.inputs[number]),
-                ops=_decisions(profile, kind.ops, region, choice.fates),
+                ops=_decisions(analysis, region, choice.fates),
             )
         )
     return Recipe(kind=kind.name, regions=tuple(regions))
@@ -363,14 +365,14 @@ def _input_fate(profile: Profile, block: int, region: CutRegion, fate: Fate) -> 
     return fate if held >= max(1, profile.engine.min_bytes) else Fate.SAVE
 
 
-def _decisions(
-    profile: Profile, ops: Sequence[OpProfile], region: CutRegion, fates: Sequence[Fate]
-) -> tuple[OpDecision, ...]:
+def _decisions(analysis: KindAnalysis, region: CutRegion, fates: Sequence[Fate]) -> tuple[OpDecision, ...]:
+    ops = analysis.kind.ops
     before = Counter((op.name, op.overload) for op in ops[: region.first_op])
     found = []
     for at in range(region.first_op, region.stop_op):
         op = ops[at]
         if op.is_keepable and op.output_bytes:
+            is_needed = fates[at] is not Fate.RECOMPUTE or analysis.is_ever_replayed(region, at)
             found.append(
                 OpDecision(
                     name=op.name,
@@ -378,12 +380,16 @@ def _decisions(
                     module=op.module,
                     occurrence=op.occurrence - before[op.name, op.overload],
                     fate=Fate.SAVE if op.runs_once and fates[at] is Fate.RECOMPUTE else fates[at],
-                    reason=_reason(op),
+                    reason=_reason(op) if is_needed else _NOT_NEEDED,
+                    is_needed=is_needed,
                     price_ms_per_gib=_price_ms(op),
                     nbytes=op.output_bytes,
                 )
             )
     return tuple(found)
+
+
+_NOT_NEEDED: Final = "no backward reads it, so it is neither kept nor made again"
 
 
 def _reason(op: OpProfile) -> str:

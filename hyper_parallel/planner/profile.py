@@ -299,10 +299,16 @@ class Link:
     lone_out_bytes_per_second: float = 0.0  # while no other rank of this host copies; 0: not measured apart
     lone_in_bytes_per_second: float = 0.0
     copying_ranks: int = 1  # of this host, while the first two were measured
+    compute_seconds_per_byte: float = 0.0  # that compute stands still for a copy: where its own processor makes it
 
     def __post_init__(self) -> None:
         _not_negative(
-            self, "copy_seconds", "pin_seconds_per_byte", "lone_out_bytes_per_second", "lone_in_bytes_per_second"
+            self,
+            "copy_seconds",
+            "pin_seconds_per_byte",
+            "lone_out_bytes_per_second",
+            "lone_in_bytes_per_second",
+            "compute_seconds_per_byte",
         )
         require(self.copying_ranks >= 1, f"Link.copying_ranks: {self.copying_ranks} is less than 1")
         require(

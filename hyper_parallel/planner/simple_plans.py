@@ -17,7 +17,7 @@ from hyper_parallel.planner import by_hand
 from hyper_parallel.planner.block_trace import Choice
 from hyper_parallel.planner.moves import Solution
 from hyper_parallel.planner.plan import BlockPlan, Plan, Recipe, RegionPlan
-from hyper_parallel.planner.planning import untouched_prediction, written_plan
+from hyper_parallel.planner.planning import prediction_of, untouched_prediction, written_plan
 from hyper_parallel.planner.profile import EngineSettings, Profile
 from hyper_parallel.planner.solve import Solver
 from hyper_parallel.planner.step_simulator import StepSimulator
@@ -44,13 +44,13 @@ def simple_plans(profile: Profile) -> tuple[SimplePlan, ...]:
 
 
 def simple_plan(profile: Profile, budget: int, way: SimplePlan, solver: Solver | None = None) -> Plan:
-    """Every block treated in one way. A swap of whole blocks is not simulated, only measured."""
+    """Every block treated in one way. Of a swap of whole blocks the simulation is near, not the same: see ``swapped_choices``."""
     solver = solver or Solver(StepSimulator(profile))
     if way.is_replayed:
         choices = solver.by_hand[way.name]
         answers = [solver.simulate(Solution(choices, settings)) for settings in _settings(solver, choices)]
         return _named(written_plan(solver, min(answers, key=lambda answer: answer.key(budget)), budget), way.name)
-    untouched = untouched_prediction(solver)
+    near = solver.simulate(Solution(by_hand.swapped_choices(profile), profile.engine))
     region = RegionPlan(module="", input_fate=Fate.SWAP, ops=(), is_replayed=False)
     return Plan(
         model_fingerprint=profile.model_fingerprint,
@@ -66,8 +66,8 @@ def simple_plan(profile: Profile, budget: int, way: SimplePlan, solver: Solver |
         ),
         recipes=tuple(Recipe(kind=kind.name, regions=(region,)) for kind in profile.kinds),
         settings=profile.engine,
-        predicted=untouched,
-        untouched=untouched,
+        predicted=prediction_of(solver, near),
+        untouched=untouched_prediction(solver),
     )
 
 

@@ -33,12 +33,13 @@ class SimulatedRecord:
 class Lane:
     """One far memory: two directions and a cap."""
 
-    __slots__ = ("cap", "copy_seconds", "in_free", "in_seconds", "out_free", "out_seconds", "used")
+    __slots__ = ("cap", "compute_seconds", "copy_seconds", "in_free", "in_seconds", "out_free", "out_seconds", "used")
 
     def __init__(self, link: Link, cap: int, scale: float) -> None:
         self.copy_seconds = scale * link.copy_seconds
         self.out_seconds = scale / link.out_bytes_per_second  # for a byte
         self.in_seconds = scale / link.in_bytes_per_second
+        self.compute_seconds = scale * link.compute_seconds_per_byte
         self.cap = cap
         self.used = 0
         self.out_free = 0.0

@@ -19,6 +19,7 @@ Rules
 7. The host issues everything in order and waits for nothing. Work and copies start when they are issued, at the earliest, and
    work ends no sooner than its last op was issued.
 8. The peak is the highest moment's. Bytes that corrections give a moment are there for as long as it lasts.
+9. Where the processor that computes makes the copies too (a host and its disk), each copy also takes compute's own time.
 """
 
 from __future__ import annotations
@@ -300,6 +301,7 @@ class Simulation:
             record.state = STUCK
             return
         lane.used += record.nbytes
+        self.now += record.nbytes * lane.compute_seconds  # rule 9
         start = max(lane.out_free, record.ready, self.host)
         lane.out_free = record.out_end = start + lane.copy_seconds + record.nbytes * lane.out_seconds
         record.far = lane
@@ -400,6 +402,7 @@ class Simulation:
     def _load(self, record: SimulatedRecord) -> None:
         lane = record.far
         assert lane is not None, "a far record has a lane"
+        self.now += record.nbytes * lane.compute_seconds  # rule 9
         start = max(lane.in_free, self.now, self.host, record.out_end)
         lane.in_free = record.in_end = start + lane.copy_seconds + record.nbytes * lane.in_seconds
         record.state = COMING

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import mindspore
 import numpy as np
@@ -87,6 +87,13 @@ class MindSporeDemo:
     def fitting_size(self) -> str:
         """See the protocol. MindSpore does not say how much of an Ascend is free."""
         return "host"
+
+    def num_threads(self) -> None:
+        """See the protocol."""
+
+    def plan_resident(self, *_: Any, **__: Any) -> NoReturn:
+        """See the protocol."""
+        raise AssertionError("asked only where a framework frees host memory")
 
     def built(self, size: DemoSize) -> tuple[Any, Callable[[], Any]]:
         """See the protocol."""

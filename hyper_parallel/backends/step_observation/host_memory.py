@@ -21,6 +21,7 @@ __all__ = ["PERIOD_S", "HostMeter", "HostSampler", "resident_bytes"]
 PERIOD_S: Final = 0.001
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 _FAR_CODE: Final = os.path.join("activation_checkpoint", "far")
+_NEAR: Final = 1.1  # of what is held: a new peak is no higher
 _DEPTH: Final = 12  # a wait is at most so many calls below the code that waits
 
 
@@ -58,6 +59,11 @@ class HostMeter:
         """Start a new peak."""
         with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
             file.write("5")
+
+    def can_reset_peak(self) -> bool:
+        """Whether the kernel lets a process begin a new peak: then it is what is held now."""
+        self.reset_peak()
+        return self.peak_bytes() <= _NEAR * resident_bytes()
 
     def mark(self) -> float:
         """This moment."""

@@ -13,6 +13,9 @@ from torch import nn
 from hyper_parallel.backends.demo_training import SIZES, DemoSize
 from hyper_parallel.backends.step_observation.framework import ObservedFramework
 from hyper_parallel.backends.torch.observed_framework import FRAMEWORK
+from hyper_parallel.backends.torch.resident_planning import fit_resident, profile_resident
+from hyper_parallel.planner.plan import Plan
+from hyper_parallel.planner.profile import Profile
 
 __all__ = ["DEMO", "LanguageModel", "TorchDemo"]
 
@@ -75,6 +78,28 @@ class TorchDemo:
             return "host"
         free_bytes, _ = torch.cuda.mem_get_info()
         return "device" if free_bytes >= _DEVICE_SIZE_BYTES else "host"
+
+    def num_threads(self) -> int:
+        """See the protocol."""
+        return torch.get_num_threads()
+
+    def plan_resident(
+        self,
+        model: nn.Module,
+        step: Callable[[], torch.Tensor],
+        size: DemoSize,
+        *,
+        disk_path: str,
+        peak_bytes: int,
+        first_plan: Callable[[Profile], Plan],
+        attempts: int,
+    ) -> tuple[Profile, Plan]:
+        """See the protocol."""
+        resident = profile_resident(
+            model, step, settings=size.small_settings(), disk_path=disk_path, peak_bytes=peak_bytes
+        )
+        plan = first_plan(resident.profile)
+        return resident.profile, fit_resident(model, step, resident, plan, attempts=attempts, steps=1)
 
     def built(self, size: DemoSize) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
         """See the protocol."""

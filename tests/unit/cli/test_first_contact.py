@@ -178,8 +178,12 @@ def test_a_plan_is_answered_shortly_and_explained_at_length_sorted_by_one_measur
     assert len(long) > len(short)
     assert "cheaper than keeping" not in long
     assert "worth its memory" not in long
-    prices = [op.price_ms_per_gib for op in plan.recipes[0].regions[0].ops]
-    shown = [long.index(f"{price:,.0f}") for price in sorted(prices, reverse=True)]
+    ops = plan.recipes[0].regions[0].ops
+    assert [op.name for op in ops if not op.is_needed] == ["g"], "the block's output, which no backward reads"
+    assert "::g#0" not in long
+    assert "Values that no backward reads" in long
+    prices = [op.price_ms_per_gib for op in ops if op.is_needed]
+    shown = [long.rindex(f"{price:,.0f}") for price in sorted(prices, reverse=True)]
     assert shown == sorted(shown)
 
 

@@ -13,7 +13,7 @@ from hyper_parallel.errors import BudgetTooSmallError, SwapImpossibleError
 from hyper_parallel.planner import fit
 from hyper_parallel.planner.plan import Plan
 from hyper_parallel.planner.planning import Planning
-from hyper_parallel.planner.profile import Profile
+from hyper_parallel.planner.profile import Link, Profile
 from hyper_parallel.planner.simple_plans import RECOMPUTED, RECOMPUTED_SWAPPED, SWAPPED, simple_plans
 from hyper_parallel.records.step_measure import StepMeasure
 
@@ -104,6 +104,7 @@ def script(**seconds: float) -> dict[str, StepMeasure | Exception]:
         RECOMPUTED.name: measure(FITS - 2, seconds["recomputed"]),
         RECOMPUTED_SWAPPED.name: measure(FITS - 3, seconds["swapped"]),
         AUTO: measure(FITS - 1, seconds.get("auto", 9.0)),
+        SWAPPED.name: measure(FITS - 4, seconds.get("swapped_whole", 99.0)),
     }
 
 
@@ -112,7 +113,7 @@ def test_every_block_recomputed_is_the_answer_where_it_is_faster(monkeypatch: py
     assert applied.plan.blocks[0].reason == RECOMPUTED.name
     assert (applied.plan.predicted_peak_bytes, applied.plan.predicted_step_seconds) == (FITS - 2, 1.300)
     # "elementwise" comes to the searched plan here, so it is not measured again.
-    assert device.measured == [SEARCHED, RECOMPUTED.name, RECOMPUTED_SWAPPED.name, AUTO]
+    assert device.measured == [SEARCHED, RECOMPUTED.name, RECOMPUTED_SWAPPED.name, AUTO, SWAPPED.name]
 
 
 def test_a_preset_is_the_answer_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +146,7 @@ def test_a_simple_plan_is_measured_with_one_step_unless_it_promises_to_be_better
         (RECOMPUTED_SWAPPED.name, 1),
         (RECOMPUTED_SWAPPED.name, 2),
         (AUTO, 1),
+        (SWAPPED.name, 1),
         (RECOMPUTED_SWAPPED.name, 2),  # the answer, applied anew
     ]
 
@@ -252,6 +254,22 @@ def test_a_step_that_fits_is_left_alone_without_another_trial(monkeypatch: pytes
     assert device.measured == [ALONE]
 
 
+def test_swapping_whole_blocks_is_the_answer_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fits, and so does the searched plan."""
+    fast = Link(out_bytes_per_second=1e3, in_bytes_per_second=1e3)
+    said = script(searched=2.0, recomputed=2.0, swapped=2.0, swapped_whole=1.2)
+    applied, _ = fitted(monkeypatch, said, link=fast)
+    assert applied.plan.blocks[0].reason == SWAPPED.name
+    assert applied.plan.predicted_step_seconds == 1.2
+
+
+def test_swapping_whole_blocks_is_not_measured_where_the_link_rules_it_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Link(out_bytes_per_second=0.5, in_bytes_per_second=0.5)
+    applied, device = fitted(monkeypatch, script(searched=10.0, recomputed=2.0, swapped=2.0), link=slow)
+    assert SWAPPED.name not in device.measured
+    assert applied.plan.blocks[0].reason == RECOMPUTED.name
+
+
 def test_no_budget_is_refused_that_swapping_whole_blocks_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """101 bytes: the simulation says that nothing fits, and only measuring knows better."""
     said: dict[str, StepMeasure | Exception] = {
@@ -262,7 +280,8 @@ def test_no_budget_is_refused_that_swapping_whole_blocks_keeps(monkeypatch: pyte
     applied, device = fitted(monkeypatch, said, budget=101)
     assert applied.plan.blocks[0].reason == SWAPPED.name
     assert not applied.plan.recipes[0].regions[0].is_replayed
-    assert device.measured == [RECOMPUTED.name, RECOMPUTED_SWAPPED.name, SWAPPED.name]
+    anew = SWAPPED.name
+    assert device.measured == [RECOMPUTED.name, RECOMPUTED_SWAPPED.name, SWAPPED.name, anew]
 
 
 def test_blocks_that_cannot_be_swapped_as_a_whole_are_not_an_error_of_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:

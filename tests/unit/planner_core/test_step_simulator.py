@@ -74,6 +74,16 @@ def test_a_window_that_is_wide_enough_costs_no_time() -> None:
     assert line.host_bytes == 2 * VALUE
 
 
+def test_a_copy_that_the_computing_processor_makes_takes_its_time_however_wide_the_window() -> None:
+    link = Link(out_bytes_per_second=10.0, in_bytes_per_second=10.0)
+    hidden = simulate(SWAP, SWAP, profile=small_profile(link=link))
+    costly = dataclasses.replace(link, compute_seconds_per_byte=0.01)
+    shared = simulate(SWAP, SWAP, profile=small_profile(link=costly))
+    moved = shared.out_bytes + shared.in_bytes
+    assert moved == 3 * VALUE
+    assert shared.step_seconds - hidden.step_seconds == pytest.approx(0.01 * moved)
+
+
 def test_past_the_window_compute_waits_for_the_oldest_copy() -> None:
     slow = Link(out_bytes_per_second=2.5, in_bytes_per_second=1000.0)
     line = simulate(SWAP, SWAP, profile=small_profile(link=slow))
