@@ -50,6 +50,8 @@ SPEED = DeviceSpeed(
     copy_seconds=2e-6,
 )
 HOP_BYTES_PER_SECOND = 2e9
+# Copies are launched together up to a part of these. Larger ones would put all of these small tensors into one batch.
+WINDOW_BYTES, PREFETCH_BYTES = 2**20, 2**19
 SHARE = 0.55  # of the plain step's activations that a budget allows
 LIMIT_S = 3000
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
@@ -166,7 +168,7 @@ class Rank:
         numbers = range(self.rank, case.stages, case.ranks)
         parts = [Stack(number, case.blocks_per_stage) for number in numbers]
         hop_seconds = BATCH * LENGTH * WIDTH * 4 / HOP_BYTES_PER_SECOND
-        with simulated_accelerator(speed=SPEED, tail_bytes=None, window_bytes=None) as device:
+        with simulated_accelerator(speed=SPEED, window_bytes=WINDOW_BYTES, prefetch_bytes=PREFETCH_BYTES) as device:
             stages = [
                 PipelineStage(part, number, case.stages, torch.device("cpu")) for part, number in zip(parts, numbers)
             ]
@@ -287,7 +289,7 @@ def predicted_rows(case: Case) -> dict[str, Any]:
     def step() -> None:
         nn.functional.mse_loss(model(batch), wanted).backward()
 
-    with simulated_accelerator(speed=SPEED, tail_bytes=None, window_bytes=None):
+    with simulated_accelerator(speed=SPEED, window_bytes=WINDOW_BYTES, prefetch_bytes=PREFETCH_BYTES):
         profile = hp.profile_memory(model, step, blocks="*.blocks.*", steps=1)
     network = Network(hop_bytes_per_second=HOP_BYTES_PER_SECOND, hop_seconds=0.0)
     mesh = Mesh(pp=case.ranks, stages_per_rank=case.stages_per_rank)
