@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,14 +15,15 @@ from hyper_parallel.planner.planning import plan_memory
 from tests.unit.planner_core.small import small_profile
 
 
-def training(*, has_accelerator: bool, frees_host_memory: bool) -> DemoTraining:
+def training(*, has_accelerator: bool, frees_host_memory: bool, num_threads: int | None = None) -> DemoTraining:
     framework: Any = SimpleNamespace(
         observed=SimpleNamespace(tree=None),
         sizes=SIZES,
         has_accelerator=lambda: has_accelerator,
         frees_host_memory=frees_host_memory,
         fitting_size=lambda: "host",
-        built=lambda size: (None, None),
+        built=lambda size: (None, lambda: "step"),
+        num_threads=lambda: num_threads,
     )
     return DemoTraining(framework)
 
@@ -101,7 +103,9 @@ def test_ways_are_timed_in_turns_and_their_gradients_compared(monkeypatch: pytes
     made = training(has_accelerator=False, frees_host_memory=True)
 
     def time() -> dict[str, list[float]]:
-        return made.time_in_turns(SIZES["tiny"], disk_path="/", rounds=2, plan=None)  # type: ignore[arg-type]
+        times = made.time_in_turns(SIZES["tiny"], disk_path="/", rounds=2, plan=None)  # type: ignore[arg-type]
+        assert times.processor_seconds == {}, "it is not known how many threads compute"
+        return times.seconds
 
     if wrong:
         with pytest.raises(HyperParallelError, match=r"^the gradients of swap differ from those of none$"):
@@ -109,3 +113,25 @@ def test_ways_are_timed_in_turns_and_their_gradients_compared(monkeypatch: pytes
     else:
         assert time() == {"none": [1.0, 5.0], "recompute": [2.0, 6.0], "swap": [3.0, 7.0], "auto": [4.0, 8.0]}
     assert ran == ["none", "recompute", "swap", "auto"] * 2
+
+
+def test_where_the_threads_are_known_processor_time_is_read_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(demo_training, "in_one_way", lambda *args: contextlib.nullcontext(ran.append(args[3])))
+    monkeypatch.setattr(demo_training, "StepObserver", lambda *_: None)
+    monkeypatch.setattr(demo_training, "FirstGradients", lambda *_: _SameGradients())
+    monkeypatch.setattr(demo_training, "find_observed_blocks", lambda *_: [])
+    monkeypatch.setattr(demo_training, "configure", lambda **_: None)
+    steps: list[None] = []
+    made = training(has_accelerator=False, frees_host_memory=True, num_threads=2)
+    made._on_step = lambda: steps.append(None)
+    times = made.time_in_turns(SIZES["tiny"], disk_path="/", rounds=2, plan=None)  # type: ignore[arg-type]
+    assert {way: len(found) for way, found in times.processor_seconds.items()} == dict.fromkeys(times.seconds, 2)
+    assert len(steps) == 2 * len(ran) == 16, "one step that does not count before each that is timed"
+
+
+class _SameGradients:
+    fingerprint = "one"
+
+    def __call__(self, result: str) -> None:
+        assert result == "step"
