@@ -3,10 +3,11 @@
     python -m benchmarks.headline_h200 [--tune lora full] [--ways ...] [--limit-seconds 500] [--output FOLDER]
     python -m benchmarks.headline_h200 --simulated      # every code path, on a CPU
 
-Llama-3-8B's shape with random weights in bf16; LoRA (r 16 on all linears) or full fine-tuning, AdamW. In every way the loss is
-made in pieces of 4,096 tokens, recomputed one by one: otherwise the logits alone would decide. Contexts grow by doubling, then
-the gap is halved down to 8,192 tokens (batches: to 1). A size is held if a whole step, optimizer included, runs twice; the second one
-is timed. Each way of each tuning is a process of its own, so that no way inherits another one's fragments.
+Llama-3-8B's shape with random weights in bf16; LoRA (r 16 on all linears) or full fine-tuning, AdamW. In every way the
+loss is made in pieces of 4,096 tokens, recomputed one by one: otherwise the logits alone would decide. Contexts grow by
+doubling, then the gap is halved down to 8,192 tokens (batches: to 1). A size is held if a whole step, optimizer
+included, runs twice; the second one is timed. Each way of each tuning is a process of its own, so that no way inherits
+another one's fragments.
 """
 
 from __future__ import annotations
