@@ -15,7 +15,7 @@ from hyper_parallel import CheckpointPolicy
 from hyper_parallel.backends.mindspore import checkpointing
 from hyper_parallel.backends.mindspore.graph import is_in_backward
 from hyper_parallel.backends.mindspore.ops import facts_of
-from hyper_parallel.errors import ActivationError
+from hyper_parallel.errors import ActivationError, InPlaceChangeError
 from hyper_parallel.platform.mindspore import compat
 from hyper_parallel.testing import simulated_accelerator
 
@@ -274,3 +274,57 @@ def test_a_list_that_the_function_fills(by_keyword: bool) -> None:
     with simulated_accelerator(**SMALL):
         got = mindspore.grad(ours)(x)
     assert np.array_equal(got.asnumpy(), wanted.asnumpy())
+
+
+# ---------------------------------------------------------------------- changes of what the replay saves
+
+
+def _squared_then_overwritten(x: Any) -> Any:
+    value = x * 1.0
+    squared = mint.square(value)  # saves its input for the backward
+    value.copy_(x * 0.5)
+    return squared + value
+
+
+def _only(*names: str) -> Any:
+    """Saves the outputs of these ops and recomputes every other."""
+    chosen = CheckpointPolicy.MUST_SAVE
+    return lambda _, op, *__: chosen if op.name in names else CheckpointPolicy.MUST_RECOMPUTE
+
+
+@pytest.mark.parametrize(
+    "policy", [None, _only(), _only("Square"), _only("Add")], ids=["none", "nothing", "square", "add"]
+)
+def test_a_value_that_a_replay_saves_and_then_changes_is_an_error(policy: Any) -> None:
+    x = batch()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        mindspore.grad(lambda x: mint.sum(_squared_then_overwritten(x)))(x)
+    compat.end_failed_gradient()
+    with pytest.raises(
+        InPlaceChangeError, match=r"checkpoint of _squared.*: a saved tensor \(4, 8\) Float32 was changed"
+    ):
+        mindspore.grad(lambda x: mint.sum(hp.checkpoint(_squared_then_overwritten, x, policy_fn=policy)))(x)
+    compat.end_failed_gradient()
+    assert np.array_equal(mindspore.grad(lambda x: mint.sum(hp.checkpoint(mint.square, x)))(x), x * 2)
+
+
+@pytest.mark.parametrize("fate", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_SWAP])
+def test_a_kept_value_that_the_region_changes_gives_the_gradient_of_forward_or_an_error(fate: Any) -> None:
+    x = batch()
+    try:
+        found = mindspore.grad(
+            lambda x: mint.sum(hp.checkpoint(_squared_then_overwritten, x, policy_fn=lambda *_: fate))
+        )(x)
+    except InPlaceChangeError:
+        compat.end_failed_gradient()
+    else:
+        assert np.array_equal(found, x * 2 + 0.5)
+
+
+def test_values_saved_in_an_inner_replay_are_checked_too() -> None:
+    def outer(x: Any) -> Any:
+        return hp.checkpoint(_squared_then_overwritten, mint.tanh(x))
+
+    with pytest.raises(InPlaceChangeError, match="was changed in place after it was saved"):
+        mindspore.grad(lambda x: mint.sum(hp.checkpoint(outer, x)))(batch())
+    compat.end_failed_gradient()

@@ -83,3 +83,35 @@ def test_the_blocks_of_the_page_run_in_order(capsys: pytest.CaptureFixture[str])
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), names)  # the page is ours
     assert "budget 9.00 MiB" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------- micro-batches
+
+
+def test_gradients_added_up_over_micro_batches_are_bitwise_the_same_and_within_the_budget() -> None:
+    hp.configure(hp.SwapConfig(min_bytes=1))
+    network = Stack()
+    weights = network.trainable_params()
+    function = mindspore.value_and_grad(lambda x: mint.mean(mint.square(network(x))), None, weights)
+    source = np.random.RandomState(3)
+    batches = [mindspore.Tensor(source.standard_normal((128, 16)).astype(np.float32)) for _ in range(3)]
+
+    def step() -> list[Any]:
+        total: list[Any] | None = None
+        for batch in batches:
+            _, gradients = function(batch)
+            total = list(gradients) if total is None else [one + other for one, other in zip(total, gradients)]
+        assert total is not None
+        return total
+
+    def found() -> list[bytes]:
+        return [gradient.asnumpy().tobytes() for gradient in step()]
+
+    with simulated_accelerator() as simulation:
+        plain = found()
+        budget = int(0.8 * simulation.peak_bytes)
+        with hp.fit_memory(network, step, budget, steps=1):
+            found()
+            simulation.reset_peak()
+            assert found() == plain
+            assert simulation.peak_bytes <= budget

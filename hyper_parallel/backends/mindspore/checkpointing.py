@@ -12,6 +12,7 @@ from hyper_parallel.backends.mindspore.draws import Drawing
 from hyper_parallel.backends.mindspore.graph import remember_second_order
 from hyper_parallel.backends.mindspore.graph_mode import refuse_graphs
 from hyper_parallel.backends.mindspore.region_state import RegionState
+from hyper_parallel.backends.mindspore.replayed_values import CheckedReplays
 from hyper_parallel.backends.mindspore.saved_tensors import AsyncSaveOnCpu
 from hyper_parallel.backends.mindspore.selective import create_selective_checkpoint_contexts
 from hyper_parallel.backends.mindspore.storages import storage_key, unseen
@@ -108,9 +109,10 @@ class MindSporeCalls(Calls):
         """See the base class."""
         region = call.region
         has_hooks = call.swaps_inputs or compat.has_saved_tensors_hooks()
-        with contextlib.nullcontext() if has_hooks else _Inputs():
+        function = CheckedReplays(region.function, call.where)
+        with contextlib.nullcontext() if has_hooks else _Inputs(), function.forward():
             return framework_checkpoint(
-                region.function,
+                function,
                 *region.take_args(),
                 context_fn=lambda: self.replay_contexts(call),
                 preserve_rng_state=call.keeps_random_state,

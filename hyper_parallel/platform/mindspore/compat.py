@@ -5,7 +5,10 @@ MindSpore carries no types: its tensors, parameters, cells, dtypes and handles a
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import weakref
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Final
 
@@ -35,6 +38,9 @@ __all__ = [
     "pop_saved_tensors_hooks",
     "prime_streams",
     "push_saved_tensors_hooks",
+    "recompute_handles",
+    "recompute_hooks",
+    "recompute_key",
     "remember_world",
     "restore_op_seeds",
     "tensor_transform",
@@ -203,3 +209,32 @@ def on_buffer_registration(hook: Any) -> Any:  # a handle with remove()
     from mindspore.nn.cell import register_cell_buffer_registration_hook
 
     return register_cell_buffer_registration_hook(hook)
+
+
+def _recompute_module() -> Any:  # the package has a function of the module's name
+    return importlib.import_module("mindspore.common.recompute")
+
+
+@contextlib.contextmanager
+def recompute_handles() -> Iterator[list[Any]]:
+    """The list that each recomputed region begun in this context adds its handle to; it stays empty where there is none."""
+    module = _recompute_module()
+    if not hasattr(module, "_recompute_handle_collector_ctx"):
+        yield []
+        return
+    with module._recompute_handle_collector_ctx() as handles:
+        yield handles
+    outer = module._recompute_handle_collector.get()
+    if outer is not None:
+        outer.extend(handles)
+
+
+def recompute_key(handle: Any) -> Any:
+    """By what a handle files the replay that runs now."""
+    return next(key for key, is_over in reversed(handle.is_recomputed.items()) if not is_over)
+
+
+def recompute_hooks(handle: Any, key: Any) -> tuple[Any, Any]:
+    """The pair of hooks with which MindSpore collects what a replay saves."""
+    hooks = _recompute_module()._RecomputationHook(weakref.ref(handle), key)
+    return hooks.pack_hook, hooks.unpack_hook
