@@ -156,8 +156,8 @@ _CALLBACKS: Final[deque[Any]] = deque(maxlen=_MOST_CALLBACKS)
 def at_end_of_backward(callback: Any) -> None:
     """Call ``callback()`` when the backward that runs now is over; not when it raises.
 
-    The last callbacks are held here. Where an error of MindSpore's own ends a backward, it drops them without Python's lock, and to
-    drop the last reference like that ends the process. A backward has a callback for each device, and one for the first step.
+    The last callbacks are held here. Where an error of MindSpore's own ends a backward, it drops them without Python's lock, and
+    to drop the last reference like that ends the process. A backward has one for each device, and one on the first step.
     """
     _CALLBACKS.append(callback)
     _executor().queue_backward_final_callback(callback)
