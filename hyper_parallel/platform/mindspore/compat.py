@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Final
@@ -148,8 +149,17 @@ def backward_id() -> int | None:
     return None if key == -1 else key
 
 
+_MOST_CALLBACKS: Final = 64
+_CALLBACKS: Final[deque[Any]] = deque(maxlen=_MOST_CALLBACKS)
+
+
 def at_end_of_backward(callback: Any) -> None:
-    """Call ``callback()`` when the backward that runs now is over; not when it raises."""
+    """Call ``callback()`` when the backward that runs now is over; not when it raises.
+
+    The last callbacks are held here. Where an error of MindSpore's own ends a backward, it drops them without Python's lock, and
+    to drop the last reference like that ends the process. A backward has one for each device, and one on the first step.
+    """
+    _CALLBACKS.append(callback)
     _executor().queue_backward_final_callback(callback)
 
 
