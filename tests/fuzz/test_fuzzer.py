@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -131,7 +130,7 @@ def _without_weights_by_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _without_watching_what_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(region_state, "_watched_saves", lambda where, changed: contextlib.nullcontext())
+    monkeypatch.setattr(region_state._Saves, "pack", lambda self, tensor: self._pack(tensor))
 
 
 def _with_keywords_for_torch(monkeypatch: pytest.MonkeyPatch) -> None:

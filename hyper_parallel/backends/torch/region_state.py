@@ -12,7 +12,9 @@ Where they are not, it computes other values and says nothing. Here, for one cal
 3. **Anything else that was changed in place** shows in its version. The replay then runs under a mode that raises at the first
    op that reads the changed tensor. A replay that does not read it is right, and goes on. What an op saves for backward is
    looked at as well: a replay may end when it has the last saved value, before the op that saved it runs.
-4. **Python state and random sources**: see :mod:`hyper_parallel.core.activation_checkpoint.python_state`.
+4. **What the replay saves and then changes in place**: torch hands it to backward without a look at its version, where the
+   plain step raises. The versions are looked at when the replay ends; not where a gradient is taken inside forward.
+5. **Python state and random sources**: see :mod:`hyper_parallel.core.activation_checkpoint.python_state`.
 
 In reach are the modules and objects that the function is, is bound to or closes over, and those among its arguments.
 """
@@ -31,6 +33,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import _StopRecomputationError
 
 from hyper_parallel.backends.torch.ops import KNOWN, facts_of
 from hyper_parallel.backends.torch.storages import tensors_in, unseen
@@ -42,6 +45,7 @@ from hyper_parallel.core.activation_checkpoint.region_state import (
     RegionStateBase,
     changed_in_place,
 )
+from hyper_parallel.errors import InPlaceChangeError
 
 __all__ = ["RegionState"]
 
@@ -69,6 +73,7 @@ class RegionState(RegionStateBase):
         super().__init__(where, function, arguments, keeps_random_state=keeps_random_state)
         self._seen: list[_Seen] = []
         self._arguments: list[weakref.ref[torch.Tensor]] = []
+        self.is_forward_over = False
 
     def watch_arguments(self, tensors: Iterable[weakref.ref[torch.Tensor]]) -> None:
         """Raise where a replay reads one of these that was changed after the region.
@@ -134,6 +139,7 @@ class RegionState(RegionStateBase):
     def __exit__(self, *exc: object) -> None:
         """Forward has ended."""
         super().__exit__(*exc)
+        self.is_forward_over = True
         for reference in self._arguments:
             tensor = reference()
             if tensor is not None and self._has_place(tensor):
@@ -188,24 +194,52 @@ class _Watching:
         contexts = contextlib.ExitStack()
         if changed:
             contexts.enter_context(_Watch(self._state.where, changed))
-            contexts.enter_context(_watched_saves(self._state.where, changed))
-        self._here.entered.append(contexts)
+        saves = _Saves(self._state.where, changed)
+        contexts.callback(saves.check)
+        contexts.enter_context(torch.autograd.graph.saved_tensors_hooks(saves.pack, saves.unpack))
+        self._here.entered.append((contexts, saves))
 
     def __exit__(self, *exc: Any) -> None:
-        self._here.entered.pop().__exit__(*exc)
+        contexts, saves = self._here.entered.pop()
+        # A gradient inside forward may have the replay run ahead, past a change that forward has not come to.
+        saves.is_whole = self._state.is_forward_over and exc[0] in (None, _StopRecomputationError)
+        contexts.__exit__(*exc)
 
 
-def _watched_saves(where: str, changed: dict[int, str]) -> torch.autograd.graph.saved_tensors_hooks:
-    """The saved-tensor hooks of the replay, which raise where backward would read a changed tensor."""
-    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+class _Saves:
+    """What autograd saves in one replay: between torch's hooks and the ops."""
 
-    def checked(tensor: torch.Tensor) -> Any:
-        label = _label_of(tensor, changed)
-        if label is not None:
-            raise changed_in_place(where, label, "backward")
-        return pack(tensor)
+    def __init__(self, where: str, changed: dict[int, str]) -> None:
+        self._where = where
+        self._changed = changed
+        self._seen: list[tuple[weakref.ref[torch.Tensor], int]] = []
+        self._pack, self.unpack = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self.is_whole = False  # the replay has ended as it should
 
-    return torch.autograd.graph.saved_tensors_hooks(checked, unpack)
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Give a tensor to torch's hook. Raises where backward would read one that was changed before the replay."""
+        if self._changed:
+            label = _label_of(tensor, self._changed)
+            if label is not None:
+                raise changed_in_place(self._where, label, "backward")
+        if type(tensor) in _PLAIN and not tensor.is_inference():
+            tensor = (
+                tensor.detach()
+            )  # torch keeps this very alias, which shares the counter, for as long as backward may ask for it
+            self._seen.append((weakref.ref(tensor), tensor._version))
+        return self._pack(tensor)
+
+    def check(self) -> None:
+        """The replay is over: rule 4."""
+        for reference, version in self._seen if self.is_whole else ():
+            tensor = reference()
+            if tensor is not None and tensor._version != version:
+                what = f"a saved tensor {tuple(tensor.shape)} {tensor.dtype}"
+                raise InPlaceChangeError(
+                    f"{self._where}: {what} was changed in place by the region after it was saved (saved at version {version}, "
+                    f"now at version {tensor._version}). Backward would read other values than forward did. Replace the in-place "
+                    "operation that follows the save by its out-of-place form (x = x + y), or clone the tensor first."
+                )
 
 
 def _label_of(tensor: torch.Tensor, changed: dict[int, str]) -> str | None:

@@ -323,7 +323,7 @@ class _Residual(nn.Module):
         elif self.variant == "view":
             h[:, 1:3] += x[:, 1:3]
         elif self.variant == "copy":
-            h.copy_(h * x)
+            h.copy_(x.sin())
         elif self.variant == "out":
             torch.add(h.detach(), x.detach(), out=h.detach())
             h = h * 1
@@ -365,6 +365,41 @@ def test_b46_a_change_of_a_filed_output_is_exact(variant: str, policy: Any, tail
         got = step(hp.checkpoint_wrapper(module, policy_fn=policy_fn), module.parameters())
     expected = step(lambda x: torch_checkpoint(oracle, x, use_reentrant=False), oracle.parameters())
     same_gradients(got, expected)
+
+
+@pytest.mark.parametrize("policy", [*map(always, CheckpointPolicy), mixed_policy])
+def test_b46_a_value_that_the_region_saves_and_then_changes_raises_as_in_the_plain_step(policy: Any) -> None:
+    """Torch's own checkpoint gives a gradient of the changed bytes, without a word."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        b = x * 1
+        a = b.square()  # saves b
+        b.copy_(x * 0.5)
+        return a * b
+
+    x = batch()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        function(x).sum().backward()
+    with pytest.raises(InPlaceChangeError, match=r"a saved tensor \(4, 8\) .* was changed in place"):
+        hp.checkpoint(function, x, policy_fn=policy).sum().backward()
+    wanted = torch.autograd.grad(torch.square(x).sum(), x)
+    found = torch.autograd.grad(hp.checkpoint(torch.square, x, policy_fn=policy).sum(), x)
+    assert torch.equal(wanted[0], found[0]), "the next region is right"
+
+
+def test_b46_a_saved_value_that_is_changed_and_not_asked_for_is_no_error() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        b = x * 1
+        square = b.square()
+        del square  # nothing will ask for what it saved
+        b.copy_(x * 0.5)
+        return b.exp()
+
+    x = batch()
+    (wanted,) = torch.autograd.grad(function(x).sum(), x)
+    policy = always(CheckpointPolicy.PREFER_RECOMPUTE)
+    (found,) = torch.autograd.grad(hp.checkpoint(function, x, policy_fn=policy).sum(), x)
+    assert torch.equal(wanted, found)
 
 
 class _EndsInLinear(nn.Module):

@@ -64,6 +64,8 @@ def test_an_op_that_gives_what_it_writes_another_size_leaves_other_views_alone()
 
 def test_tapes_that_use_the_tables_of_others_again_hold_nothing_of_them() -> None:
     """A step with other values, sizes and numbers of ops follows; several tapes of one region live at a time."""
+    gc.collect()
+    before = recorder().counters()["live_tapes"]
     model = mlp()
 
     def region(x: torch.Tensor, times: int) -> torch.Tensor:
@@ -80,7 +82,7 @@ def test_tapes_that_use_the_tables_of_others_again_hold_nothing_of_them() -> Non
             assert torch.equal(found, wanted)
     del output
     gc.collect()
-    assert recorder().counters()["live_tapes"] == 0
+    assert recorder().counters()["live_tapes"] <= before  # those of other tests may end meanwhile
 
 
 def test_a_tape_unpacks_only_what_a_tape_has_packed() -> None:
