@@ -190,9 +190,9 @@ def _names() -> list[str]:
 def _groups() -> list[str]:
     lines = []
     for title, members in GROUPS.items():
-        lines += [f"## {title}", ""]
+        lines += [f"### {title}", ""]
         for member, use in members.items():
-            lines += [f"### `{signature(member)}`", "", description(member), "", "```python", *_shown(use), "```", ""]
+            lines += [f"#### `{signature(member)}`", "", description(member), "", "```python", *_shown(use), "```", ""]
     return lines
 
 

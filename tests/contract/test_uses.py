@@ -61,7 +61,7 @@ def test_every_member_has_a_line_that_names_it():
 
 def test_the_page_shows_signatures_docstrings_and_lines():
     page = docs_platform.on_page_markdown("<!-- platform: members -->")
-    assert "### `all_reduce(data, group_info, async_op=False)`" in page
+    assert "#### `all_reduce(data, group_info, async_op=False)`" in page
     assert "The sum over ranks, in place on `data`; `(data, handle)` when async." in page
     assert "platform.send_object_list(['step', 3], dst=1)  # on rank 0" in page
     assert "transform = platform.get_tensor_transform()  # refused by name on torch" in page
