@@ -59,10 +59,13 @@ def budget_for(kind: str, rank: int) -> dict[str, Any]:
         budget = rest + int(SHARES[kind] * (peak - rest))
         applied = hp.fit_memory(parallel.model, parallel.step, budget, steps=1, attempts=2)
         parallel.step()
-        gc.collect()  # FSDP2 leaves cycles behind
-        sim.reset_peak()
-        parallel.step()  # with the gradients of the step before: the larger case
-        kept = sim.peak_bytes
+        peaks = []
+        for _ in range(3):
+            gc.collect()  # FSDP2 leaves cycles behind
+            sim.reset_peak()
+            parallel.step()  # with the gradients of the step before: the larger case
+            peaks.append(sim.peak_bytes)
+        kept = min(peaks)
         parallel.model.zero_grad(set_to_none=True)
         before = collectives()
         parallel.step()
