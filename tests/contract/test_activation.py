@@ -93,7 +93,9 @@ def test_every_keyword_of_a_wrappers_call_is_the_modules(platform, adapter, name
     wrappers = {
         "ours": room.checkpoint_wrapper(module),
         "inputs": room.checkpoint_wrapper(module, swap_inputs=True),
-        "policy": room.checkpoint_wrapper(module, policy_fn=["mm"], use_reentrant=False),
+        "policy": room.checkpoint_wrapper(
+            module, policy_fn=["mm" if adapter.name == "torch" else "MatMul"], use_reentrant=False
+        ),
         "both": room.checkpoint_wrapper(room.swap_wrapper(module)),
         "framework's": platform.ckpt_wrapper(module),
         "user's": platform.ckpt_wrapper(module, checkpoint_fn, flag="the function's"),
